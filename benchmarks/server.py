@@ -33,7 +33,7 @@ import shardopt as so
 from shardopt.parameter_server.optimizer import make_run
 from shardopt.parameter_server.run import Compute, RunSpec
 from shardopt.parameter_server.updates import finiteness
-from shardopt.parameter_server.worker import codec_header, make_compressors
+from shardopt.parameter_server.worker import WorkerCompressors, codec_header
 
 WIDTH, LAYERS = 512, 8
 TX = optax.sgd(1e-3, momentum=0.9)
@@ -115,14 +115,14 @@ def watch(path, places):
 
 def watch_server(folder):
     """Where the seconds go where the server is."""
-    from shardopt.parameter_server import coordinator, server
+    from shardopt.parameter_server import apply, coordinator, server
     from shardopt.parameter_server import ray as ray_processes
 
     places = [
         (coordinator.Coordinator, "push", "server: push, with the wait for the lock"),
-        (server, "check_update", "server: check shapes"),
+        (apply, "check_update", "server: check shapes"),
         (server, "faults", "server: look for NaN"),
-        (ray_processes.ServerProcess, "_share", "server: parameters into the object store"),
+        (ray_processes.ServerProcess, "_share_params", "server: parameters into the object store"),
     ]
     return watch(folder / f"server-{os.getpid()}", places)
 
@@ -145,7 +145,7 @@ def codec_of(reducer):
 
 def idle_compute(reducer):
     """Workers whose gradient is there already: what is left is moving and applying."""
-    compressors, ready = make_compressors(codec_of(reducer)), {}
+    compressors, ready = WorkerCompressors(codec_of(reducer)), {}
 
     def update(worker, params, batch, clock):
         params = jax.block_until_ready(params)  # a real worker needs them at once

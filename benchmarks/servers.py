@@ -59,7 +59,7 @@ def part_processes():
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if b"PartProcess" in path.read_bytes():
+            if b"ShardProcess" in path.read_bytes():
                 found.append(int(path.parent.name))
         except OSError:
             continue

@@ -39,7 +39,7 @@ from shardopt.runtime.processes import initialize
 from shardopt.runtime.progress import report_progress
 from shardopt.runtime.watchdog import watchdog
 from shardopt.strategies import ddp, fsdp, hybrid, zero
-from shardopt.training import EarlyStopping, FirstState, FitResult, fit, hyperparams, with_hyperparams, with_params
+from shardopt.training import DeferredInit, EarlyStopping, FitResult, fit, hyperparams, with_hyperparams, with_params
 
 __all__ = [
     "Axes",
@@ -48,8 +48,8 @@ __all__ = [
     "CheckpointInUseError",
     "Checkpoints",
     "DamagedCheckpointError",
+    "DeferredInit",
     "EarlyStopping",
-    "FirstState",
     "FitResult",
     "Max",
     "Min",

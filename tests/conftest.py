@@ -38,7 +38,7 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_collection_modifyitems(items):
     slow, fast = (lambda item: item.get_closest_marker("slow")), (lambda item: item.get_closest_marker("fast"))
     for item in items:
-        if is_fast(item.path) and not slow(item) and not fast(item):
+        if is_fast(item.path, item.name) and not slow(item) and not fast(item):
             item.add_marker(pytest.mark.fast)
 
 

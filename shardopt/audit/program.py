@@ -121,14 +121,14 @@ class Program(NamedTuple):
 
 
 def read_program(
-    who: str,
+    caller: str,
     program: CanLower | Lowered | Compiled | str,
     args: tuple[PyTree, ...],
     *,
     mesh: Mesh | AbstractMesh | Mapping[str, int] | None,
 ) -> Program:
     """Compile and parse a program, and find its mesh. Arguments and errors are the same as in `audit`."""
-    text, compiled = _compiled_text(who, program, args)
+    text, compiled = _compiled_text(caller, program, args)
     module = parse(text)
     replicas, partitions = (
         _header_count(module.header, attribute) for attribute in ("replica_count", "num_partitions")
@@ -138,37 +138,37 @@ def read_program(
         problem = (
             f"cannot tell the mesh of this program on {replicas * partitions} devices, none of its inputs has one."
         )
-        raise ValueError(format_error(who, problem, fix="pass mesh=, the mesh it was compiled for."))
+        raise ValueError(format_error(caller, problem, fix="pass mesh=, the mesh it was compiled for."))
     sizes = dict(known_mesh.shape if isinstance(known_mesh, Mesh | AbstractMesh) else known_mesh or {})
-    slices = _check_devices(who, sizes, replicas * partitions, several_slices=MEGASCALE in text)
-    _check_order(who, mesh, compiled)
+    slices = _check_devices(caller, sizes, replicas * partitions, several_slices=MEGASCALE in text)
+    _check_order(caller, mesh, compiled)
     devices = tuple(known_mesh.devices.flat) if isinstance(known_mesh, Mesh) else ()
     return Program(text, module, sizes, replicas, partitions, slices, devices)
 
 
 def _compiled_text(
-    who: str, program: CanLower | Lowered | Compiled | str, args: tuple[PyTree, ...]
+    caller: str, program: CanLower | Lowered | Compiled | str, args: tuple[PyTree, ...]
 ) -> tuple[str, Compiled | None]:
     if not isinstance(program, str | Lowered | Compiled) and hasattr(program, "lower"):
         program = program.lower(*args)
-        _check_placed(who, program, args)
+        _check_placed(caller, program, args)
     elif args:
         problem = f"arguments belong to a function, not to a {type(program).__name__}, which is lowered already."
-        raise TypeError(format_error(who, problem, fix="leave them out."))
+        raise TypeError(format_error(caller, problem, fix="leave them out."))
     if isinstance(program, str):
         return program, None
     compiled = program.compile() if isinstance(program, Lowered) else program
     if not isinstance(compiled, Compiled):
         problem = f"cannot audit a {type(compiled).__name__}."
         fix = "pass a jitted function with its arguments, a Lowered, a Compiled, or HLO text."
-        raise TypeError(format_error(who, problem, fix=fix))
+        raise TypeError(format_error(caller, problem, fix=fix))
     text = compiled.as_text()
     if text is None:
-        raise ValueError(format_error(who, "this backend does not give the text of its compiled programs."))
+        raise ValueError(format_error(caller, "this backend does not give the text of its compiled programs."))
     return text, compiled
 
 
-def _check_placed(who: str, lowered: Lowered, args: tuple[PyTree, ...]) -> None:
+def _check_placed(caller: str, lowered: Lowered, args: tuple[PyTree, ...]) -> None:
     """Raise an error for abstract arguments without shardings: jax compiles for one device, without collectives."""
     leaves = leaves_with_paths(args)
     unplaced = [
@@ -187,7 +187,7 @@ def _check_placed(who: str, lowered: Lowered, args: tuple[PyTree, ...]) -> None:
             "pass jax.ShapeDtypeStruct(shape, dtype, sharding=...), as in opt.abstract_state(); or jitted.lower(...), if "
             "one device is meant."
         )
-        raise ValueError(format_error(who, problem, unplaced, fix))
+        raise ValueError(format_error(caller, problem, unplaced, fix))
 
 
 def _header_count(header: str, attribute: str) -> int:
@@ -202,7 +202,7 @@ def _known_mesh(compiled: Compiled | None, args: tuple[PyTree, ...]) -> Mesh | A
     return next((sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)), None)
 
 
-def _check_devices(who: str, sizes: dict[str, int], devices: int, *, several_slices: bool) -> int:
+def _check_devices(caller: str, sizes: dict[str, int], devices: int, *, several_slices: bool) -> int:
     """Return the number of slices, which are parts of the mesh's outermost axis; raise an error for another mesh."""
     total = math.prod(sizes.values())
     slices = 1
@@ -212,15 +212,15 @@ def _check_devices(who: str, sizes: dict[str, int], devices: int, *, several_sli
         if total % devices or slices < 2 or outermost % slices:
             problem = f"the program runs on {devices} devices of each of several slices, and the mesh has {sizes}."
             fix = "pass the mesh of all slices, whose outermost axis spans them."
-            raise ValueError(format_error(who, problem, fix=fix))
+            raise ValueError(format_error(caller, problem, fix=fix))
     if sizes and total != devices * slices:
         listed = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         problem = f"the mesh ({listed}) has {total} devices, the program {devices}."
-        raise ValueError(format_error(who, problem, fix="pass the mesh that the program was compiled for."))
+        raise ValueError(format_error(caller, problem, fix="pass the mesh that the program was compiled for."))
     return slices
 
 
-def _check_order(who: str, mesh: object, compiled: Compiled | None) -> None:
+def _check_order(caller: str, mesh: object, compiled: Compiled | None) -> None:
     """Raise an error if the mesh has another device order: ids in a program are positions in the program's order."""
     if not isinstance(mesh, Mesh) or compiled is None:
         return
@@ -230,7 +230,7 @@ def _check_order(who: str, mesh: object, compiled: Compiled | None) -> None:
     mesh_order = [device.id for device in mesh.devices.flat]
     if program_order and program_order != mesh_order and sorted(program_order) == sorted(mesh_order):
         problem = f"the mesh lists its devices as {mesh_order}, the program was compiled for the order {program_order}."
-        raise ValueError(format_error(who, problem, fix="pass the mesh that the program was compiled for."))
+        raise ValueError(format_error(caller, problem, fix="pass the mesh that the program was compiled for."))
 
 
 class Memory(NamedTuple):

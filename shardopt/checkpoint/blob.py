@@ -1,11 +1,11 @@
-"""A training state as one string of bytes that describes itself and vouches for itself.
+"""A training state as one string of bytes with its own description and checksum.
 
 Layout, with integers little-endian:
 
-- 8 bytes magic, u32 format version, u32 zero, u64 length of the header, u64 length of everything;
-- the header in JSON: strategy, record of the state (see `meta`), offset and length of each leaf;
-- the leaves' values, little-endian, each from a multiple of 64 bytes on;
-- the SHA-256 of all that comes before, 32 bytes.
+- 8 bytes magic, u32 format version, u32 zero, u64 length of the header, u64 length of the string;
+- the header in JSON: strategy, record of the state (see `record.Meta`), offset and length of each leaf;
+- the values of the leaves, little-endian; each leaf starts at a multiple of 64 bytes;
+- the SHA-256 of all bytes before it, 32 bytes.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ import numpy as np
 
 from shardopt.checkpoint.read import check_target, fill
 from shardopt.checkpoint.record import Meta, describe_state, from_json, to_json
-from shardopt.checkpoint.store import Leaf, describe, dtype_of, place, plain, unplain
+from shardopt.checkpoint.store import Leaf, describe, dtype_of, from_storable, place, to_storable
 from shardopt.checkpoint.tree import leaves_by_path
 from shardopt.core.errors import CheckpointError, DamagedCheckpointError, format_error
 from shardopt.core.types import PyTree
@@ -32,8 +32,8 @@ _ALIGN, _DIGEST = 64, hashlib.sha256().digest_size
 def to_bytes(opt: ShardedOptimizer, state: PyTree) -> bytes:
     """Return a training state as bytes: strategy, mesh, tree, all values, and a checksum over everything.
 
-    The whole state is gathered to the host, leaf by leaf; for more than fits there use `save`. With several
-    processes all must call it, and all get the same bytes. There is no pickle in it: reading runs no code.
+    The whole state is gathered to the host, leaf by leaf; if it does not fit there, use `save`. With several
+    processes all must call it, and all get the same bytes. The bytes hold no pickle, so reading them runs no code.
 
     Args:
       opt: the optimizer that the state belongs to.
@@ -51,15 +51,15 @@ def to_bytes(opt: ShardedOptimizer, state: PyTree) -> bytes:
       (64, 32)
     """
     meta = describe_state("to_bytes", state)
-    raws = [_raw(_on_host(plain(leaf))) for leaf in leaves_by_path(state).values()]
-    spans, length = _layout([len(raw) for raw in raws])
-    about = {"strategy": opt.config.strategy, "spans": spans, "state": to_json(meta)}
-    header = json.dumps(about).encode()
+    leaf_bytes = [_raw(_on_host(to_storable(leaf))) for leaf in leaves_by_path(state).values()]
+    spans, values_length = _spans([len(values) for values in leaf_bytes])
+    description = {"strategy": opt.config.strategy, "spans": spans, "state": to_json(meta)}
+    header = json.dumps(description).encode()
     header += b" " * (-(_PRELUDE.size + len(header)) % _ALIGN)
-    total = _PRELUDE.size + len(header) + length + _DIGEST
-    pieces = [_PRELUDE.pack(_MAGIC, _VERSION, 0, len(header), total), header]
-    for raw in raws:
-        pieces += [raw, bytes(-len(raw) % _ALIGN)]
+    total_length = _PRELUDE.size + len(header) + values_length + _DIGEST
+    pieces = [_PRELUDE.pack(_MAGIC, _VERSION, 0, len(header), total_length), header]
+    for values in leaf_bytes:
+        pieces += [values, bytes(-len(values) % _ALIGN)]
     checksum = hashlib.sha256()
     for piece in pieces:
         checksum.update(piece)
@@ -71,18 +71,18 @@ def from_bytes(
 ) -> PyTree:
     """Return the training state that `to_bytes` packed, placed as `target` places it.
 
-    Nothing is placed before everything is checked: length, magic, version, checksum, header, every leaf's key
-    path, shape and dtype.
+    Everything is checked before a leaf is placed: length, magic, version, checksum, header, and the key path,
+    shape and dtype of every leaf.
 
     Args:
       target: an optimizer of any strategy on any mesh, or an abstract state; see `restore`.
-      data: what `to_bytes` returned.
-      abstract_params: the parameters, where an optimizer has not seen them; see `restore`.
+      data: the bytes that `to_bytes` returned.
+      abstract_params: the abstract parameters, if the optimizer has not seen parameters yet; see `restore`.
 
     Raises:
-      TypeError: if `data` is not bytes, one after another, or `target` is neither an optimizer nor an abstract state.
-      DamagedCheckpointError: if `data` is damaged, or was not made by `to_bytes`.
-      CheckpointError: if it is of another format or of another model. It is a ValueError.
+      TypeError: if `data` is not contiguous bytes, or `target` is neither an optimizer nor an abstract state.
+      DamagedCheckpointError: if `data` is damaged, or does not come from `to_bytes`.
+      CheckpointError: if `data` has another format or belongs to another model. It is a ValueError.
 
     Example:
       >>> import jax.numpy as jnp, optax, shardopt as so
@@ -93,29 +93,29 @@ def from_bytes(
       >>> so.from_bytes(sharded, data).params["w"].addressable_shards[0].data.shape
       (8, 32)
     """
-    who = "from_bytes"
+    caller = "from_bytes"
     if not isinstance(data, bytes | bytearray | memoryview):
-        raise TypeError(format_error(who, f"data must be bytes, got {type(data).__name__}."))
+        raise TypeError(format_error(caller, f"data must be bytes, got {type(data).__name__}."))
     view = memoryview(data)
     if not view.c_contiguous:
-        raise TypeError(format_error(who, "data must be contiguous bytes.", fix="pass bytes(data)."))
-    check_target(who, target, abstract_params)
-    meta, raws = _unpack(view.cast("B") if view.nbytes else memoryview(b""))
-    hosts = dict(zip(meta.leaves, raws, strict=True))
+        raise TypeError(format_error(caller, "data must be contiguous bytes.", fix="pass bytes(data)."))
+    check_target(caller, target, abstract_params)
+    meta, leaf_bytes = _unpack(view.cast("B") if view.nbytes else memoryview(b""))
+    bytes_by_path = dict(zip(meta.leaves, leaf_bytes, strict=True))
 
-    def read(like: PyTree) -> PyTree:
+    def read(abstract_state: PyTree) -> PyTree:
         leaves = []
-        for path, leaf in leaves_by_path(like).items():
-            stored = plain(leaf)
-            host = _array(hosts[path], stored.shape, stored.dtype)
-            leaves.append(unplain(place(stored, host.__getitem__), describe(leaf)))
-        return jax.tree.unflatten(jax.tree.structure(like), leaves)
+        for path, leaf in leaves_by_path(abstract_state).items():
+            stored_leaf = to_storable(leaf)
+            host_array = _array(bytes_by_path[path], stored_leaf.shape, stored_leaf.dtype)
+            leaves.append(from_storable(place(stored_leaf, host_array.__getitem__), describe(leaf)))
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
 
-    return fill(who, f"the state of step {meta.step}", meta, target, abstract_params, read)
+    return fill(caller, f"the state of step {meta.step}", meta, target, abstract_params, read)
 
 
-def _layout(sizes: list[int]) -> tuple[list[list[int]], int]:
-    """Return offset and length of each leaf in the data, and the length of the data."""
+def _spans(sizes: list[int]) -> tuple[list[list[int]], int]:
+    """Return the offset and length of each leaf among the values, and the length of all values."""
     spans, offset = [], 0
     for size in sizes:
         spans.append([offset, size])
@@ -141,41 +141,41 @@ def _array(raw: memoryview, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarr
 
 
 def _unpack(data: memoryview) -> tuple[Meta, list[memoryview]]:
-    """Check the bytes from the outside in; return the record and the bytes of each leaf."""
-    least = _PRELUDE.size + _DIGEST
-    if len(data) < least:
-        raise _damaged(f"data is {len(data)} bytes long, the least that to_bytes returns is {least}.")
-    magic, version, zero, header_length, total = _PRELUDE.unpack(data[: _PRELUDE.size])
+    """Check the bytes, outer parts first; return the record and the bytes of each leaf."""
+    min_length = _PRELUDE.size + _DIGEST
+    if len(data) < min_length:
+        raise _damaged(f"data is {len(data)} bytes long, the least that to_bytes returns is {min_length}.")
+    magic, version, reserved, header_length, total_length = _PRELUDE.unpack(data[: _PRELUDE.size])
     if magic != _MAGIC:
         raise _damaged(f"data does not begin with {_MAGIC!r} but with {bytes(magic)!r}.")
     if version != _VERSION:
-        what = f"data has format version {version}, this version of shardopt reads {_VERSION}."
+        problem = f"data has format version {version}, this version of shardopt reads {_VERSION}."
         fix = "use the version of shardopt that wrote it, or a newer one."
-        raise CheckpointError(format_error("from_bytes", what, fix=fix))
-    if total != len(data):
-        raise _damaged(f"data is {len(data)} bytes long, {total} were written.")
+        raise CheckpointError(format_error("from_bytes", problem, fix=fix))
+    if total_length != len(data):
+        raise _damaged(f"data is {len(data)} bytes long, {total_length} were written.")
     if hashlib.sha256(data[:-_DIGEST]).digest() != data[-_DIGEST:]:
         raise _damaged("the bytes are not those that were written (their SHA-256 differs).")
     body = data[_PRELUDE.size : -_DIGEST]
     try:
         header = json.loads(bytes(body[:header_length]))
         meta = from_json("from_bytes", "the header", header["state"])
-        spans, length = _layout([_size(leaf) for leaf in meta.leaves.values()])
-        fits = header["spans"] == spans and header_length + length == len(body)
+        spans, values_length = _spans([_size(leaf) for leaf in meta.leaves.values()])
+        fits = header["spans"] == spans and header_length + values_length == len(body)
     except CheckpointError:
         raise
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _damaged(f"the header does not make sense ({type(error).__name__}: {error}).") from error
-    if zero or not fits:
+    if reserved or not fits:
         raise _damaged("the header does not fit the data.")
     return meta, [body[header_length + offset :][:size] for offset, size in spans]
 
 
 def _size(leaf: Leaf) -> int:
-    stored = plain(jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf)))
+    stored = to_storable(jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf)))
     return stored.size * np.dtype(stored.dtype).itemsize
 
 
-def _damaged(what: str) -> DamagedCheckpointError:
+def _damaged(problem: str) -> DamagedCheckpointError:
     fix = "read the data again from where it came from, or use another copy."
-    return DamagedCheckpointError(format_error("from_bytes", what, fix=fix))
+    return DamagedCheckpointError(format_error("from_bytes", problem, fix=fix))

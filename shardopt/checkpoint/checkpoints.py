@@ -1,4 +1,4 @@
-"""`Checkpoints`: a training run's checkpoints, written in the background, the old ones deleted."""
+"""`Checkpoints`: the checkpoints of a training run, written in the background, with old ones deleted."""
 
 import contextlib
 import logging
@@ -16,7 +16,7 @@ import jax
 from jax.typing import ArrayLike
 
 from shardopt.checkpoint import store
-from shardopt.checkpoint.memory import MemoryWriter, Snapshot
+from shardopt.checkpoint.memory import MemorySnapshot, MemoryWriter
 from shardopt.checkpoint.multihost import on_primary_process, raise_together
 from shardopt.checkpoint.read import load
 from shardopt.checkpoint.record import describe_state, read_meta
@@ -39,30 +39,30 @@ from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.runtime import progress
 
 _WHO = "Checkpoints"
-_ASKED: Any = object()
-"""Stands for an argument that has no default, so that its absence can be explained."""
+_REQUIRED: Any = object()
+"""Marks an argument without a default, so that the error for a missing argument can explain it."""
 
 _LOG = logging.getLogger(__name__)
 
-_TRIES, _PAUSE = 5, 0.1
-"""How often, and after how many seconds, what fails because files vanish is tried again: deleting takes a while."""
+_ATTEMPTS, _RETRY_SECONDS = 5, 0.1
+"""Number of attempts, and seconds between them, if an action fails because somebody is deleting its files."""
 
 
 class Checkpoints:
     """The checkpoints of one training run: asynchronous, atomic, rotating.
 
-    `save` copies the state to the host and returns; a thread writes it and then deletes what is no longer to be
-    kept. A write that fails is logged at once and raised by the next `save`, `wait` or `close`.
+    `save` copies the state to the host and returns. A thread writes the copy, then deletes the checkpoints that `keep`
+    does not retain. A failed write is logged at once, and raised by the next `save`, `wait` or `close`.
 
-    Close it, best by `with`: an interpreter that shuts down starts no more threads, so the write that is under way
-    when a program ends without `close` is lost (and said to be), and only earlier checkpoints remain.
+    Close it, best with a `with` statement. If a program ends without `close`, the write in progress is lost, because an
+    interpreter that shuts down starts no threads. An error is logged, and earlier checkpoints remain.
 
-    From its construction to `close` it is the only writer of the folder: a second one, in whatever process, is
-    refused; the lock of a writer that died is no obstacle. If somebody deletes the folder meanwhile, the next `save`
-    makes it again and says so: earlier checkpoints are gone, the run is not.
+    From its construction to `close` it is the only writer of the folder. A second writer, in any process, is refused;
+    the lock of a writer that died is ignored. If somebody deletes the folder during training, the next `save` makes it
+    again and logs a warning: earlier checkpoints are lost, but the run continues.
 
-    With several processes all construct it and call its methods in the same order; process 0 does the deleting. Its
-    arguments can be read as attributes; `directory` is then an absolute `Path`.
+    With several processes all construct it and call its methods in the same order; process 0 deletes. The arguments
+    can be read as attributes; `directory` is then an absolute `Path`.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, optax, shardopt as so
@@ -82,38 +82,39 @@ class Checkpoints:
         self,
         directory: str | os.PathLike[str],
         every: int,
-        keep: int | None = _ASKED,
+        keep: int | None = _REQUIRED,
         *,
         best: str | None = None,
         mode: str = "min",
         resume: bool = True,
         memory_every: int | None = None,
     ):
-        """Become the writer of a folder, which is made if it does not exist.
+        """Become the writer of a folder; make the folder if it does not exist.
 
         Args:
           directory: the folder of the run.
           every: steps between checkpoints, at least 1.
           keep: how many of the newest checkpoints to keep, at least 1; None for all. It has no default.
-          best: a metric's name: the best checkpoint by it is kept as well. Checkpoints saved without this metric,
-            or with a NaN, do not compete.
-          mode: "min" or "max".
-          resume: whether `fit` goes on from the newest checkpoint in the folder; without, it refuses to start
-            beside one.
-          memory_every: steps between snapshots, at least 1: copies of the train state in the memory of this host and the
-            next, kept by processes that outlive training, the newest two of each. `fit` takes them, and goes on from one
-            that is newer than the disk's where it starts again under the same `shardopt launch --max-restarts`, also with
-            fewer or more processes. Each host keeps four copies of its share of the state.
+          best: the name of a metric; the checkpoint with the best value is kept too. Checkpoints without this metric,
+            or with a NaN, do not count.
+          mode: "min" or "max": which value of the metric is best.
+          resume: whether `fit` continues from the newest checkpoint in the folder. If False, `fit` refuses a folder
+            with checkpoints.
+          memory_every: steps between snapshots, at least 1. A snapshot is a copy of the train state in the memory of
+            this host and of the next host. Processes that outlive training hold the newest two of each. `fit` takes
+            snapshots. If `shardopt launch --max-restarts` starts the job again, with the same or another number of
+            processes, `fit` continues from a snapshot that is newer than the checkpoints on disk. Each host holds
+            four copies of its share of the state.
 
         Raises:
           TypeError: if an argument is of the wrong kind.
-          ValueError: if `every`, `keep` or `memory_every` is below 1, `mode` is neither "min" nor "max", or snapshots have
-            nowhere to go.
+          ValueError: if `every`, `keep` or `memory_every` is below 1, if `mode` is neither "min" nor "max", or if no
+            process can hold snapshots.
           CheckpointInUseError: if another job writes to the folder.
-          CheckpointError: if it cannot be written to.
+          CheckpointError: if the folder cannot be written to.
         """
         check_count(_WHO, "every", every)
-        if keep is _ASKED:
+        if keep is _REQUIRED:
             fix = "pass keep=3 for the newest three, or keep=None for all."
             raise TypeError(format_error(_WHO, "keep must be given: older checkpoints are deleted by it.", fix=fix))
         if keep is not None:
@@ -135,25 +136,30 @@ class Checkpoints:
         self._writer = store.Writer()
 
     def due(self, step: int) -> bool:
-        """Return whether a checkpoint is to be saved after this step."""
+        """Return whether a checkpoint should be saved after this step."""
         return step > 0 and step % self.every == 0
 
     def due_in_memory(self, step: int) -> bool:
-        """Return whether a snapshot is to be taken after this step."""
+        """Return whether a snapshot should be taken after this step."""
         return self.memory_every is not None and step > 0 and step % self.memory_every == 0
 
     def save_in_memory(self, state: PyTree, *, step: int, extra: dict[str, Json] | None = None) -> None:
-        """Copy this process's part of a state to the host, and send it to the memory of two hosts in the background.
+        """Copy this process's shards to the host, and send them to the memory of two hosts in the background.
 
-        When this returns the state may be donated. A host that cannot be reached costs a warning.
+        When this returns the state may be donated. A host that cannot be reached causes a warning.
+
+        Args:
+          state: pytree of arrays.
+          step: steps taken.
+          extra: JSON values.
         """
         if self._memory is not None:
             self._memory.save(state, step, extra or {})
 
-    def newest_in_memory(self, target: ShardedOptimizer) -> Snapshot | None:
-        """Return the newest snapshot that is whole on all processes, fits `target`, and is newer than the disk's checkpoints.
+    def newest_in_memory(self, target: ShardedOptimizer) -> MemorySnapshot | None:
+        """Return the newest snapshot for `target` that is complete on all processes, or None.
 
-        None where there is none. With several processes all must call it.
+        A snapshot counts only if it is newer than the checkpoints on disk. With several processes all must call it.
         """
         return None if self._memory is None else self._memory.newest(target, self.latest() or 0)
 
@@ -165,44 +171,44 @@ class Checkpoints:
         metrics: Mapping[str, ArrayLike] | None = None,
         extra: dict[str, Json] | None = None,
     ) -> None:
-        """Copy a state to the host and write it in the background; wait for an earlier write first.
+        """Copy a state to the host and write it in the background; first wait for an earlier write.
 
-        When this returns the state may be donated. A checkpoint of the same step is replaced.
+        When this returns the state may be donated. An earlier checkpoint of the same step is replaced.
 
         Args:
           state: pytree of arrays.
           step: the number of the checkpoint.
-          metrics: scalars; `best` looks here.
-          extra: JSON, given back by `restore`; with several processes that of process 0 is kept.
+          metrics: scalars by name; `best` names one of them.
+          extra: JSON values that `restore` returns; with several processes the values of process 0 are saved.
 
         Raises:
           TypeError: if a leaf is not an array, a metric not a scalar, or `extra` not JSON.
           ValueError: if the state was donated, or `step` is negative.
-          CheckpointError: if an earlier write failed; if this one cannot begin; if the folder was replaced by another
-            job's or unmounted; if it holds later steps than this one; after `close`.
+          CheckpointError: if an earlier write failed; if this write cannot begin; if another job's folder replaced the
+            folder, or it was unmounted; if it holds steps later than this one; after `close`.
         """
         meta = describe_state(_WHO, state, step, metrics, extra)
         failure = self._settled()
         if on_primary_process(lambda: self._prepare(meta.step)):
-            failure = None  # what was being written went with the folder
+            failure = None  # the failed write was deleted with the folder
         raise_together(failure, unless=FilesGoneError)
-        finish = start_write(self._lock, self._writer, state, meta)
-        self._pending = self._thread.submit(self._finish, finish, meta.step)
+        commit = start_write(self._lock, self._writer, state, meta)
+        self._pending = self._thread.submit(self._commit_and_rotate, commit, meta.step)
 
     def wait(self) -> None:
-        """Wait until what was saved is committed.
+        """Wait until the saved checkpoints are committed.
 
         Raises:
-          CheckpointError: if it could not be written.
+          CheckpointError: if a checkpoint could not be written.
         """
         if self._pending is not None:
             raise_together(self._settled())
 
     def close(self) -> None:
-        """Wait, then leave the folder to others. Closing twice is harmless.
+        """Wait for the last write, then release the folder. Closing twice is harmless.
 
         Raises:
-          CheckpointError: if the last write failed; the folder is released all the same.
+          CheckpointError: if the last write failed; the folder is released even then.
         """
         try:
             self.wait()
@@ -223,21 +229,23 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def best_step(self) -> int | None:
-        """Return the step with the best metric (of equals the earliest), or None where nothing competes.
+        """Return the step with the best metric, or None if no checkpoint has the metric.
+
+        If several steps are equally good, the earliest is returned.
 
         Raises:
-          DamagedCheckpointError: if the record of a checkpoint cannot be read: it may be the best. While training it
-            is kept, whatever `keep` says, and a warning is logged.
+          DamagedCheckpointError: if the record of a checkpoint cannot be read, since this checkpoint may be the best.
+            During training such a checkpoint is kept, whatever `keep` says, and a warning is logged.
         """
-        values, unread = _metrics(self.directory, self.best)
-        if unread:
-            what = f"the best step in {self.directory} by {self.best!r} cannot be determined."
+        values, read_errors = _metrics(self.directory, self.best)
+        if read_errors:
+            problem = f"the best step in {self.directory} by {self.best!r} cannot be determined."
             fix = "bring the file back from a copy, or delete the folder of its step."
-            raise DamagedCheckpointError(format_error(_WHO, what, list(unread.values()), fix=fix))
+            raise DamagedCheckpointError(format_error(_WHO, problem, list(read_errors.values()), fix=fix))
         return _best(values, self.mode)
 
     def restore(self, target: ShardedOptimizer | PyTree, *, step: int | None = None) -> tuple[PyTree, dict[str, Json]]:
-        """Return the state of a checkpoint, by default the newest, and its `extra`; see `shardopt.restore`."""
+        """Return the state of a checkpoint and its `extra`, by default of the newest; see `shardopt.restore`."""
         self.wait()
         state, meta = load(_WHO, self.directory, target, step=step)
         return state, meta.extra
@@ -246,64 +254,63 @@ class Checkpoints:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is None:
             self.close()
             return
-        # The other processes may be well and training on: asking them for their verdict would wait for ever.
+        # The other processes may still be training: waiting for them here could take forever.
         failure = self._settled()
         self.close()
         if failure is not None:
-            error.add_note(str(failure))  # what went wrong first must stay in front
+            error.add_note(str(failure))  # the first error must remain the one that is raised
 
     def _settled(self) -> BaseException | None:
-        """Wait for the write under way, and return what went wrong with it here."""
+        """Wait for the write in progress, and return its error on this process, or None."""
         pending, self._pending = self._pending, None
         if pending is None or self._pid != os.getpid():
-            return None  # a fork does not have the thread that writes
+            return None  # a fork does not have the writer thread
         return pending.exception()
 
     def _prepare(self, step: int) -> bool:
-        """Make room for a step; make the folder again if it was deleted, and return whether it was."""
+        """Make the folder ready for a step; return whether it had been deleted and was made again."""
         if self._closed:
             raise CheckpointError(format_error(_WHO, "save was called after close.", fix="make a new Checkpoints."))
-        for _ in range(_TRIES - 1):
+        for _ in range(_ATTEMPTS - 1):
             try:
                 return self._make_ready(step)
-            except FilesGoneError:  # somebody is deleting: try again until that is over
-                time.sleep(_PAUSE)
+            except FilesGoneError:  # somebody is deleting the folder: try again until that is done
+                time.sleep(_RETRY_SECONDS)
         return self._make_ready(step)
 
     def _make_ready(self, step: int) -> bool:
         try:
-            again = not self._lock.is_held()
-            if again:
+            was_deleted = not self._lock.is_held()
+            if was_deleted:
                 self._lock.acquire_again(step)
                 text = "%s: %s was deleted while the job ran. It is made again for step %d; checkpoints before it are gone."
                 _LOG.warning(text, _WHO, self.directory, step)
-            if later := [other for other in committed(self.directory) if other > step]:
-                what = f"step {step} cannot be saved: {self.directory} holds later ones ({', '.join(map(str, later[-8:]))})."
+            if later_steps := [saved_step for saved_step in committed(self.directory) if saved_step > step]:
+                problem = f"step {step} cannot be saved: {self.directory} holds later ones ({', '.join(map(str, later_steps[-8:]))})."
                 fix = "delete them if the run was wound back on purpose, or choose another folder: two histories do not mix."
-                raise CheckpointError(format_error(_WHO, what, fix=fix))
+                raise CheckpointError(format_error(_WHO, problem, fix=fix))
             remove_stale(self.directory)
             check_writable(self.directory, step)
         except OSError as error:
             raise write_error(_WHO, self.directory, step, error) from error
-        return again
+        return was_deleted
 
-    def _finish(self, finish: Callable[[], None], step: int) -> None:
-        """Commit and rotate, on the thread."""
+    def _commit_and_rotate(self, commit: Callable[[], None], step: int) -> None:
         progress.mark("write", step, lane=progress.SAVING)
         try:
-            finish()
+            commit()
             if jax.process_index() == 0:
                 _rotate(self.directory, step, keep=self.keep, metric=self.best, mode=self.mode)
         except CheckpointError as error:
-            _LOG.error("%s", error)  # said now, in case nobody ever waits
+            _LOG.error("%s", error)  # logged now, in case the program never calls wait
             with contextlib.suppress(OSError):
                 if jax.process_index() == 0 and self._lock.is_held():
-                    remove_stale(self.directory)  # a full disk is everybody's: what cannot be finished makes room
+                    remove_stale(self.directory)  # delete the unfinished files: a full disk affects every job
             raise
         finally:
             progress.mark("", lane=progress.SAVING)
@@ -321,36 +328,45 @@ def surplus(steps: list[int], keep: int | None, best: int | None) -> list[int]:
 
 
 def _rotate(directory: Path, step: int, *, keep: int | None, metric: str | None, mode: str) -> None:
-    """Delete what is no longer to be kept, now that `step` was written. What may be the best is kept, and said to be.
+    """Delete the checkpoints that `keep` does not retain. Keep a checkpoint that may be the best, and log a warning.
+
+    Args:
+      directory: the folder of the run.
+      step: the step that was just written, for messages.
+      keep: how many of the newest checkpoints to keep; None for all.
+      metric: the metric whose best checkpoint is kept, or None.
+      mode: "min" or "max".
 
     Raises:
-      CheckpointError: if a step cannot be deleted.
+      CheckpointError: if a checkpoint cannot be deleted.
     """
-    values, unread = _metrics(directory, metric)
-    for old in surplus(committed(directory), keep, _best(values, mode)):
-        if old in unread:
+    values, read_errors = _metrics(directory, metric)
+    for old_step in surplus(committed(directory), keep, _best(values, mode)):
+        if old_step in read_errors:
             text = "%s: step %d in %s is kept, because it may be the best by %r: %s"
-            _LOG.warning(text, _WHO, old, directory, metric, unread[old])
+            _LOG.warning(text, _WHO, old_step, directory, metric, read_errors[old_step])
             continue
         try:
-            discard(directory, old)
+            discard(directory, old_step)
         except OSError as error:
-            what = f"step {step} was written, but step {old} in {directory} could not be deleted ({error})."
-            raise CheckpointError(format_error(_WHO, what, fix="delete it, or give the job the right to.")) from error
+            problem = f"step {step} was written, but step {old_step} in {directory} could not be deleted ({error})."
+            raise CheckpointError(
+                format_error(_WHO, problem, fix="delete it, or give the job the right to.")
+            ) from error
 
 
 def _metrics(directory: Path, metric: str | None) -> tuple[dict[int, float], dict[int, str]]:
-    """Return the metric of each step that has it, and what is wrong with the records that cannot be read."""
+    """Return the metric by step, and the error by step for each record that cannot be read."""
     values: dict[int, float] = {}
-    unread: dict[int, str] = {}
+    read_errors: dict[int, str] = {}
     if metric is None:
-        return values, unread
+        return values, read_errors
     for step in committed(directory):
         try:
             values[step] = float(read_meta(_WHO, step_folder(directory, step)).metrics.get(metric, math.nan))
         except CheckpointError as error:
-            unread[step] = str(error).partition("\n")[0].removeprefix(f"{_WHO}: ")
-    return {step: value for step, value in values.items() if not math.isnan(value)}, unread
+            read_errors[step] = str(error).partition("\n")[0].removeprefix(f"{_WHO}: ")
+    return {step: value for step, value in values.items() if not math.isnan(value)}, read_errors
 
 
 def _best(values: dict[int, float], mode: str) -> int | None:

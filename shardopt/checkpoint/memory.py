@@ -1,9 +1,10 @@
-"""Snapshots of the train state in host memory: of each process on its own host and on the next, newer than the disk's.
+"""Snapshots of the train state in host memory, newer than the checkpoints on disk.
 
-A snapshot of a process is its shards of every leaf, in one piece, with a SHA-256; it goes to the vault of its own host and to
-that of the next one (`runtime.vault`), over sockets, in the background. A step can be restored when the pieces of all
-processes that took it are there, whole, each in one of its two vaults: so any one host may be lost, or several that are not
-neighbours. Another number of processes, or another mesh, takes what it needs from several pieces.
+A snapshot has one piece per process. The piece holds the shards of the process of every leaf, with a SHA-256. The
+process sends its piece over sockets, in the background, to two vaults (`runtime.vault`): on its own host and on the
+next host. A step can be restored if the pieces of all processes are undamaged, each in at least one of its two
+vaults. So any one host may be lost, or several hosts that are not neighbours. With another number of processes, or on
+another mesh, a process reads its shards from several pieces.
 """
 
 import json
@@ -20,7 +21,7 @@ import jax
 import numpy as np
 
 from shardopt.checkpoint.multihost import exchange
-from shardopt.checkpoint.store import describe, place, plain, unplain
+from shardopt.checkpoint.store import describe, from_storable, place, to_storable
 from shardopt.checkpoint.tree import Json, LeafPath, leaves_by_path, show
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree
@@ -29,23 +30,23 @@ from shardopt.runtime import vault
 from shardopt.runtime.launch import RESTART
 
 _LOG = logging.getLogger(__name__)
-_PATIENCE = 30.0
-"""Seconds that a snapshot waits for the one before: a host that is lost without a word must not hold up the run."""
-_HEAD = 8
-"""Bytes of the length of the header."""
+_MAX_WAIT = 30.0
+"""Seconds that a snapshot waits until the previous one is sent. A host that is lost silently must not stop the run."""
+_LENGTH_BYTES = 8
+"""Bytes that store the length of the header."""
 
 
 Bounds = tuple[tuple[int, int], ...]
-"""Where a shard lies in its leaf: first and one past the last, in each dim."""
+"""The position of a shard in its leaf: start and stop index in each dim."""
 
 
-class Snapshot(NamedTuple):
-    """The piece of a train state that belongs to this process, in host memory.
+class MemorySnapshot(NamedTuple):
+    """The piece of a train state that one process holds, in host memory.
 
     Attributes:
       step: steps taken.
-      extra: what was kept beside the state.
-      leaves: by key path the leaf's record as text, and its shards.
+      extra: JSON values that were saved with the state.
+      leaves: by key path, the record of the leaf as text, and its shards.
     """
 
     step: int
@@ -53,13 +54,13 @@ class Snapshot(NamedTuple):
     leaves: dict[LeafPath, tuple[str, dict[Bounds, memoryview]]]
 
 
-class Whole(NamedTuple):
-    """A step of which the pieces of all processes are there.
+class CompleteStep(NamedTuple):
+    """A step for which the vaults hold the pieces of all processes.
 
     Attributes:
       step: steps taken.
-      group: the attempt that took it and its number of processes, "attempt/count".
-      holders: by rank of that attempt, the addresses of the vaults that have its piece.
+      group: the attempt that took the snapshot and its number of processes, "attempt/count".
+      holders: by rank in that attempt, the addresses of the vaults that hold the piece of the rank.
     """
 
     step: int
@@ -68,64 +69,76 @@ class Whole(NamedTuple):
 
 
 class MemoryWriter:
-    """Sends snapshots of this process to its two vaults, one at a time, on a thread."""
+    """Sends the snapshots of this process to its two vaults, one at a time, on a thread."""
 
-    def __init__(self, who: str):
-        """Find the vaults in the environment, where `shardopt launch` puts them. With several processes all must call it.
+    def __init__(self, caller: str):
+        """Read the addresses of the vaults from the environment variables that `shardopt launch` sets.
+
+        With several processes all must call it.
+
+        Args:
+          caller: the function that the user called, for messages.
 
         Raises:
-          ValueError: if there are none.
+          ValueError: if there are no vaults.
         """
         addresses = os.environ.get(vault.ADDRESSES, "")
         if not addresses:
-            what = (
+            problem = (
                 "memory_every needs a process on each host that outlives training and keeps snapshots; there is none."
             )
             fix = (
                 "start the job with shardopt launch --max-restarts 3; of several hosts, shardopt vault on each and its "
                 f"environment with {vault.ADDRESSES}; or leave memory_every out."
             )
-            raise ValueError(format_error(who, what, fix=fix))
-        self._who, self._vaults, self._token = who, addresses.split(","), os.environ[vault.TOKEN]
+            raise ValueError(format_error(caller, problem, fix=fix))
+        self._who, self._vaults, self._token = caller, addresses.split(","), os.environ[vault.TOKEN]
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshots")
         self._pending: Future[None] | None = None
-        self._lost: set[str] = set()
+        self._unreachable: set[str] = set()
         self._attempt = os.environ.get(RESTART, "0")
-        if "SHARDOPT_LAUNCHED" not in os.environ:  # nobody counts attempts
+        if "SHARDOPT_LAUNCHED" not in os.environ:  # no launcher counts the attempts
             self._attempt = exchange(str(time.time_ns()))[0]
 
     def save(self, state: PyTree, step: int, extra: dict[str, Json]) -> None:
-        """Copy this process's shards to the host and send them in the background; wait for the one before, for a while.
+        """Copy this process's shards to the host and send them in the background.
 
-        The state may be donated when this returns. A vault that cannot be reached costs a warning, not the run.
+        The state may be donated when this returns. It first waits a limited time for the previous snapshot. A vault
+        that cannot be reached causes a warning; the run continues.
         """
-        if self._pending is not None and wait([self._pending], _PATIENCE).not_done:
+        if self._pending is not None and wait([self._pending], _MAX_WAIT).not_done:
             text = "%s: the snapshot of step %d is left out: for %.0f s the one before could not be sent."
-            _LOG.warning(text, self._who, step, _PATIENCE)
+            _LOG.warning(text, self._who, step, _MAX_WAIT)
             return
         self._pending = self._thread.submit(self._send, pack(state, step, extra), step)
 
-    def newest(self, opt: ShardedOptimizer, later_than: int) -> Snapshot | None:
-        """Return what this process needs of the newest step of which all find what they need; all must call it."""
-        like = opt.abstract_state()
-        held = self._held() if jax.process_index() == 0 else []
-        told = [json.loads(one) for one in exchange(json.dumps([held, later_than]))]
-        least = max(later for _, later in told)  # of folders that not all see alike, yet
-        for one in whole_steps(told[0][0], later_than=least):
-            pieces = self._pieces(one)
-            found, problem = assemble(pieces, like)
-            if found is None:
-                _LOG.warning("%s: the snapshot of step %d is not restored: %s.", self._who, one.step, problem)
-            if all(json.loads(good) for good in exchange(json.dumps(found is not None))):
-                assert found is not None
-                return found._replace(extra=json.loads(exchange(json.dumps(found.extra))[0]))
+    def newest(self, opt: ShardedOptimizer, later_than: int) -> MemorySnapshot | None:
+        """Return this process's shards of the newest step that all processes can restore, or None. All must call it.
+
+        Args:
+          opt: the optimizer whose abstract state says which shards this process needs.
+          later_than: this step and earlier ones are left out.
+        """
+        abstract_state = opt.abstract_state()
+        vault_pieces = self._vault_pieces() if jax.process_index() == 0 else []
+        received = [json.loads(text) for text in exchange(json.dumps([vault_pieces, later_than]))]
+        # The processes may not all see the newest checkpoint in the shared folder yet.
+        newest_checkpoint = max(step for _, step in received)
+        for candidate in complete_steps(received[0][0], later_than=newest_checkpoint):
+            pieces = self._read_pieces(candidate)
+            snapshot, problem = assemble(pieces, abstract_state)
+            if snapshot is None:
+                _LOG.warning("%s: the snapshot of step %d is not restored: %s.", self._who, candidate.step, problem)
+            if all(json.loads(text) for text in exchange(json.dumps(snapshot is not None))):
+                assert snapshot is not None
+                return snapshot._replace(extra=json.loads(exchange(json.dumps(snapshot.extra))[0]))
         return None
 
     def close(self) -> None:
-        """Wait until the last snapshot was sent, or could not be."""
+        """Wait until the last snapshot is sent or has failed."""
         self._thread.shutdown()
 
-    def _mine(self) -> list[str]:
+    def _own_vaults(self) -> list[str]:
         count = len(self._vaults)
         host = jax.process_index() * count // jax.process_count()
         return list(dict.fromkeys((self._vaults[host], self._vaults[(host + 1) % count])))
@@ -133,172 +146,206 @@ class MemoryWriter:
     def _send(self, data: bytearray, step: int) -> None:
         digest, rank = vault.digest(data), jax.process_index()
         group = f"{self._attempt}/{jax.process_count()}"
-        for address in self._mine():
+        for address in self._own_vaults():
             try:
                 vault.put(address, self._token, rank, step, group, data, digest)
-                self._lost.discard(address)
+                self._unreachable.discard(address)
             except (OSError, EOFError, AuthenticationError) as error:
                 text = "%s: the snapshot of step %d did not reach the host at %s (%s: %s); another holds it."
-                if address not in self._lost:  # once; the next ones will not either
+                if address not in self._unreachable:  # warn once: the next snapshots will probably fail too
                     _LOG.warning(text, self._who, step, address, type(error).__name__, error)
-                self._lost.add(address)
+                self._unreachable.add(address)
 
-    def _held(self) -> list[tuple[str, int, int, str]]:
-        return [(address, *one) for address in self._vaults for one in vault.held(address, self._token)]
+    def _vault_pieces(self) -> list[tuple[str, int, int, str]]:
+        return [(address, *piece) for address in self._vaults for piece in vault.list_pieces(address, self._token)]
 
-    def _pieces(self, one: Whole) -> Iterator[Snapshot]:
-        """Read the pieces of a step, that of this rank first: on the same mesh it is all that is needed."""
-        near = self._mine()
-        for rank in sorted(one.holders, key=lambda rank: rank != jax.process_index()):
-            for address in sorted(one.holders[rank], key=lambda address: address not in near):
-                data = vault.get(address, self._token, rank, one.step, one.group)
+    def _read_pieces(self, complete_step: CompleteStep) -> Iterator[MemorySnapshot]:
+        """Read the pieces of a step one by one, first the piece of this rank.
+
+        On the same mesh the first piece is enough.
+        """
+        near_vaults = self._own_vaults()
+        for rank in sorted(complete_step.holders, key=lambda rank: rank != jax.process_index()):
+            for address in sorted(complete_step.holders[rank], key=lambda address: address not in near_vaults):
+                data = vault.get(address, self._token, rank, complete_step.step, complete_step.group)
                 if data is not None:
                     yield unpack(data)
                     break
 
 
-def whole_steps(held: Iterable[tuple[str, int, int, str]], *, later_than: int) -> list[Whole]:
-    """Return the steps of which the pieces of all processes are somewhere, the newest first.
+def complete_steps(held: Iterable[tuple[str, int, int, str]], *, later_than: int) -> list[CompleteStep]:
+    """Return the steps for which the vaults hold the pieces of all processes, the newest first.
 
     Args:
       held: vault, rank, step and group of each piece.
-      later_than: earlier steps, and this one, are left out.
+      later_than: this step and earlier ones are left out.
 
     Example:
       >>> held = [("a", 0, 5, "0/2"), ("b", 0, 5, "0/2"), ("b", 1, 5, "0/2"), ("a", 0, 10, "0/2")]
-      >>> whole_steps(held, later_than=0)
-      [Whole(step=5, group='0/2', holders={0: ['a', 'b'], 1: ['b']})]
+      >>> complete_steps(held, later_than=0)
+      [CompleteStep(step=5, group='0/2', holders={0: ['a', 'b'], 1: ['b']})]
     """
-    found: dict[tuple[int, str], dict[int, list[str]]] = {}
+    holders: dict[tuple[int, str], dict[int, list[str]]] = {}
     for address, rank, step, group in held:
         if step > later_than:
-            found.setdefault((step, group), {}).setdefault(rank, []).append(address)
-    whole = [Whole(*key, ranks) for key, ranks in found.items() if len(ranks) == int(key[1].partition("/")[2])]
-    return sorted(whole, key=lambda one: (one.step, int(one.group.partition("/")[0])), reverse=True)
+            holders.setdefault((step, group), {}).setdefault(rank, []).append(address)
+    complete = [
+        CompleteStep(*key, holders_by_rank)
+        for key, holders_by_rank in holders.items()
+        if len(holders_by_rank) == int(key[1].partition("/")[2])
+    ]
+    return sorted(complete, key=lambda step: (step.step, int(step.group.partition("/")[0])), reverse=True)
 
 
 def pack(state: PyTree, step: int, extra: dict[str, Json]) -> bytearray:
-    """Return the shards of this process in one piece: the length of a header, the header as JSON, the numbers.
+    """Return the shards of this process as bytes: the length of a header, the header as JSON, the values.
 
-    Shards that several devices of this process hold alike are in it once.
+    A shard that several devices of this process hold is packed once.
     """
-    by_path = leaves_by_path(state)
-    pieces = {path: _pieces(plain(leaf)) for path, leaf in by_path.items()}
-    leaves, offset = [], 0
-    for path, leaf in by_path.items():
-        where = []
-        for bounds, shard in pieces[path].items():
+    state_leaves = leaves_by_path(state)
+    shards_by_path = {path: _local_shards(to_storable(leaf)) for path, leaf in state_leaves.items()}
+    leaf_entries, offset = [], 0
+    for path, leaf in state_leaves.items():
+        shard_entries = []
+        for bounds, shard in shards_by_path[path].items():
             shard.copy_to_host_async()
-            where.append([list(map(list, bounds)), offset, shard.nbytes])
+            shard_entries.append([list(map(list, bounds)), offset, shard.nbytes])
             offset += shard.nbytes
-        leaves.append([list(path), str(describe(leaf)), where])
-    header = json.dumps({"step": step, "extra": extra, "leaves": leaves}).encode()
-    data = bytearray(_HEAD + len(header) + offset)  # host memory is what a large state is short of: one copy
-    data[:_HEAD] = len(header).to_bytes(_HEAD, "little")
-    at = _HEAD + len(header)
-    data[_HEAD:at] = header
-    for shard in (shard for shards in pieces.values() for shard in shards.values()):
-        data[at : at + shard.nbytes] = np.ascontiguousarray(np.asarray(shard)).reshape(-1).view(np.uint8).data
-        at += shard.nbytes
-    return data
+        leaf_entries.append([list(path), str(describe(leaf)), shard_entries])
+    header = json.dumps({"step": step, "extra": extra, "leaves": leaf_entries}).encode()
+    packed = bytearray(_LENGTH_BYTES + len(header) + offset)  # one copy only: a large state leaves little host memory
+    packed[:_LENGTH_BYTES] = len(header).to_bytes(_LENGTH_BYTES, "little")
+    position = _LENGTH_BYTES + len(header)
+    packed[_LENGTH_BYTES:position] = header
+    for shard in (shard for shards in shards_by_path.values() for shard in shards.values()):
+        packed[position : position + shard.nbytes] = (
+            np.ascontiguousarray(np.asarray(shard)).reshape(-1).view(np.uint8).data
+        )
+        position += shard.nbytes
+    return packed
 
 
-def unpack(data: bytes) -> Snapshot:
-    """Return what `pack` packed; the numbers stay where they are."""
-    length = int.from_bytes(data[:_HEAD], "little")
-    header, numbers = json.loads(data[_HEAD : _HEAD + length]), memoryview(data)[_HEAD + length :]
+def unpack(packed: bytes) -> MemorySnapshot:
+    """Return the snapshot that `pack` packed; its values are views of `packed`."""
+    header_length = int.from_bytes(packed[:_LENGTH_BYTES], "little")
+    start = _LENGTH_BYTES + header_length
+    header, values = json.loads(packed[_LENGTH_BYTES:start]), memoryview(packed)[start:]
     leaves = {}
-    for path, kind, where in header["leaves"]:
-        shards = {tuple((a, b) for a, b in bounds): numbers[at : at + size] for bounds, at, size in where}
-        leaves[tuple(path)] = (kind, shards)
-    return Snapshot(int(header["step"]), header["extra"], leaves)
+    for path, leaf_record, shard_entries in header["leaves"]:
+        shards = {
+            tuple((a, b) for a, b in bounds): values[offset : offset + size] for bounds, offset, size in shard_entries
+        }
+        leaves[tuple(path)] = (leaf_record, shards)
+    return MemorySnapshot(int(header["step"]), header["extra"], leaves)
 
 
-def assemble(pieces: Iterable[Snapshot], like: PyTree) -> tuple[Snapshot | None, str]:
-    """Return what the devices of this process need of a state, from as few of the first pieces as hold it; or why it cannot.
+def assemble(pieces: Iterable[MemorySnapshot], abstract_state: PyTree) -> tuple[MemorySnapshot | None, str]:
+    """Return a snapshot with the shards that the devices of this process need, or None and the reason.
 
-    A piece is let go before the next is read: beside the shards of this process there is one in memory.
+    It reads as few pieces as hold these shards. Each piece is released before the next is read, so memory holds the
+    shards of this process and one piece.
 
     Args:
-      pieces: of the processes that took the snapshot, whatever their mesh was.
-      like: pytree of `jax.ShapeDtypeStruct` with shardings.
+      pieces: the pieces of the processes that took the snapshot, on any mesh.
+      abstract_state: pytree of `jax.ShapeDtypeStruct` with shardings.
     """
-    wanted = leaves_by_path(like)
-    needed = {path: _needed(leaf) for path, leaf in wanted.items()}
-    shards: dict[LeafPath, dict[Bounds, memoryview]] = {path: {} for path in wanted}
-    missing = {(path, mine): _volume(mine) for path, bounds in needed.items() for mine in bounds}
+    abstract_leaves = leaves_by_path(abstract_state)
+    needed_bounds = {path: _local_bounds(leaf) for path, leaf in abstract_leaves.items()}
+    shards: dict[LeafPath, dict[Bounds, memoryview]] = {path: {} for path in abstract_leaves}
+    missing = {
+        (path, bounds): _num_elements(bounds) for path, leaf_bounds in needed_bounds.items() for bounds in leaf_bounds
+    }
     copied: set[tuple[LeafPath, Bounds]] = set()
-    first = None
+    snapshot = None
     for piece in pieces:
-        first = first or piece._replace(leaves={})
-        if piece.leaves.keys() != wanted.keys():
+        snapshot = snapshot or piece._replace(leaves={})
+        if piece.leaves.keys() != abstract_leaves.keys():
             return None, "it holds other leaves"
-        for path, leaf in wanted.items():
-            kind, held = piece.leaves[path]
-            if kind != str(describe(leaf)):
-                return None, f"{show(path)} is {kind}, not {describe(leaf)}"
-            size = np.dtype(plain(leaf).dtype).itemsize
-            for mine in needed[path]:
-                if mine in held and missing[path, mine]:
-                    shards[path][mine], missing[path, mine] = held[mine], 0
-                for theirs in held if missing[path, mine] else ():
-                    if (path, theirs) not in copied:
-                        into = shards[path].setdefault(mine, memoryview(bytearray(_volume(mine) * size)))
-                        missing[path, mine] -= _copy_overlap(held[theirs], theirs, into, mine, size)
-            copied |= {(path, theirs) for theirs in held}
+        for path, leaf in abstract_leaves.items():
+            leaf_record, piece_shards = piece.leaves[path]
+            if leaf_record != str(describe(leaf)):
+                return None, f"{show(path)} is {leaf_record}, not {describe(leaf)}"
+            size = np.dtype(to_storable(leaf).dtype).itemsize
+            for bounds in needed_bounds[path]:
+                if bounds in piece_shards and missing[path, bounds]:
+                    shards[path][bounds], missing[path, bounds] = piece_shards[bounds], 0
+                for held_bounds in piece_shards if missing[path, bounds] else ():
+                    if (path, held_bounds) not in copied:
+                        target_shard = shards[path].setdefault(
+                            bounds, memoryview(bytearray(_num_elements(bounds) * size))
+                        )
+                        missing[path, bounds] -= _copy_overlap(
+                            piece_shards[held_bounds], held_bounds, target_shard, bounds, size
+                        )
+            copied |= {(path, held_bounds) for held_bounds in piece_shards}
         if not any(missing.values()):
-            leaves = {path: (str(describe(leaf)), shards[path]) for path, leaf in wanted.items()}
-            return first._replace(leaves=leaves), ""
+            leaves = {path: (str(describe(leaf)), shards[path]) for path, leaf in abstract_leaves.items()}
+            return snapshot._replace(leaves=leaves), ""
     return None, "a piece of it is lost or damaged"
 
 
-def _needed(leaf: jax.ShapeDtypeStruct) -> list[Bounds]:
-    """Return where the shards of this process lie."""
-    flat = plain(leaf)
-    assert flat.sharding is not None
-    here = flat.sharding.addressable_devices_indices_map(flat.shape).values()
-    return list(dict.fromkeys(_bounds(index, flat.shape) for index in here if index is not None))
+def _local_bounds(leaf: jax.ShapeDtypeStruct) -> list[Bounds]:
+    """Return the bounds of the shards of this process."""
+    stored = to_storable(leaf)
+    assert stored.sharding is not None
+    indices = stored.sharding.addressable_devices_indices_map(stored.shape).values()
+    return list(dict.fromkeys(_bounds(index, stored.shape) for index in indices if index is not None))
 
 
-def _volume(bounds: Bounds) -> int:
+def _num_elements(bounds: Bounds) -> int:
     return math.prod(stop - start for start, stop in bounds)
 
 
-def _copy_overlap(source: memoryview, theirs: Bounds, target: memoryview, mine: Bounds, size: int) -> int:
-    """Copy what two shards of a leaf have in common, elements of `size` bytes; return how many elements that were."""
-    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(theirs, mine, strict=True))
-    if any(start >= stop for start, stop in common):
+def _copy_overlap(
+    source: memoryview, source_bounds: Bounds, target: memoryview, target_bounds: Bounds, size: int
+) -> int:
+    """Copy the elements that two shards of a leaf share; return how many.
+
+    Args:
+      source: the bytes of the shard to read.
+      source_bounds: its position in the leaf.
+      target: the bytes of the shard to write.
+      target_bounds: its position in the leaf.
+      size: bytes of one element.
+    """
+    overlap = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(source_bounds, target_bounds, strict=True))
+    if any(start >= stop for start, stop in overlap):
         return 0
 
-    def within(data: memoryview, bounds: Bounds) -> np.ndarray:
-        whole = np.frombuffer(data, f"V{size}").reshape([stop - start for start, stop in bounds])
-        return whole[tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(common, bounds, strict=True))]
+    def overlap_of(shard_bytes: memoryview, bounds: Bounds) -> np.ndarray:
+        shard = np.frombuffer(shard_bytes, f"V{size}").reshape([stop - start for start, stop in bounds])
+        return shard[tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(overlap, bounds, strict=True))]
 
-    within(target, mine)[...] = within(source, theirs)
-    return _volume(common)
+    overlap_of(target, target_bounds)[...] = overlap_of(source, source_bounds)
+    return _num_elements(overlap)
 
 
-def place_snapshot(found: Snapshot, like: PyTree) -> PyTree:
-    """Return the state of a snapshot that `assemble` put together for these devices, on them."""
+def place_snapshot(snapshot: MemorySnapshot, abstract_state: PyTree) -> PyTree:
+    """Return the state of a snapshot, placed on the devices of this process.
+
+    Args:
+      snapshot: the snapshot that `assemble` put together for these devices.
+      abstract_state: pytree of `jax.ShapeDtypeStruct` with shardings.
+    """
     leaves = []
-    for path, leaf in leaves_by_path(like).items():
-        _, shards = found.leaves[path]
-        flat = plain(leaf)
+    for path, leaf in leaves_by_path(abstract_state).items():
+        _, shards = snapshot.leaves[path]
+        stored = to_storable(leaf)
 
-        def read(index: tuple[slice, ...], flat=flat, shards=shards) -> np.ndarray:
-            bounds = _bounds(index, flat.shape)
-            return np.frombuffer(shards[bounds], flat.dtype).reshape([stop - start for start, stop in bounds])
+        def read(index: tuple[slice, ...], stored=stored, shards=shards) -> np.ndarray:
+            bounds = _bounds(index, stored.shape)
+            return np.frombuffer(shards[bounds], stored.dtype).reshape([stop - start for start, stop in bounds])
 
-        leaves.append(unplain(place(flat, read), describe(leaf)))
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+        leaves.append(from_storable(place(stored, read), describe(leaf)))
+    return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
 
 
-def _pieces(leaf: jax.Array | np.ndarray) -> dict[Bounds, jax.Array]:
-    found: dict[Bounds, jax.Array] = {}
+def _local_shards(leaf: jax.Array | np.ndarray) -> dict[Bounds, jax.Array]:
+    shards: dict[Bounds, jax.Array] = {}
     for shard in jax.numpy.asarray(leaf).addressable_shards:
-        found.setdefault(_bounds(shard.index, leaf.shape), shard.data)
-    return found
+        shards.setdefault(_bounds(shard.index, leaf.shape), shard.data)
+    return shards
 
 
 def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
-    return tuple(one.indices(size)[:2] for one, size in zip(index, shape, strict=True))
+    return tuple(dim_slice.indices(size)[:2] for dim_slice, size in zip(index, shape, strict=True))

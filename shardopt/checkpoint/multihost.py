@@ -1,4 +1,4 @@
-"""Several processes come to one verdict: none goes on alone and waits for the others."""
+"""Agreement between processes: all succeed or all raise, so none goes on alone and waits for the others."""
 
 import json
 from collections.abc import Callable
@@ -14,7 +14,11 @@ T = TypeVar("T", bound=bool | int | str | list | None)
 
 
 def on_primary_process(action: Callable[[], T]) -> T:
-    """Run the action on process 0 alone; every process returns its value, which is JSON, or raises what it raised."""
+    """Run the action on process 0 only; every process returns its value or raises its error.
+
+    Args:
+      action: returns a JSON value.
+    """
     if jax.process_count() == 1:
         return action()
     value = failure = None
@@ -32,14 +36,14 @@ def on_primary_process(action: Callable[[], T]) -> T:
 
 
 def raise_together(failure: BaseException | None, *, unless: type[CheckpointError] | None = None) -> None:
-    """Raise this process's failure, or that of another process; all must call it.
+    """Raise this process's failure, or the failure of another process. All processes must call it.
 
     Args:
-      failure: this process's, if it has one.
-      unless: nothing is raised if the failure of any process is of this kind.
+      failure: the failure of this process, or None.
+      unless: if the failure of any process is of this kind, no error is raised.
     """
     received = [json.loads(text) for text in exchange(json.dumps(_describe(failure)))]
-    errors = [_error(*one) for one in received if one is not None]
+    errors = [_error(*description) for description in received if description is not None]
     if unless is not None and any(isinstance(error, unless) for error in errors):
         return
     if failure is not None:
@@ -49,49 +53,58 @@ def raise_together(failure: BaseException | None, *, unless: type[CheckpointErro
 
 
 def exchange(text: str) -> list[str]:
-    """Return every process's text, in the order of the processes. All must call it, on their main thread."""
+    """Return the text of every process, in the order of the processes. All must call it on their main thread."""
     if jax.process_count() == 1:
         return [text]
-    mine = text.encode()
+    local_bytes = text.encode()
     with waiting("agree"):
-        rows = _gather(len(mine).to_bytes(_SIZE, "little") + mine[:_ROOM], _SIZE + _ROOM)
-        sizes = [int.from_bytes(row[:_SIZE], "little") for row in rows]
-        found = [row[_SIZE:] for row in rows]
-        if (more := max(sizes) - _ROOM) > 0:
-            rests = _gather(mine[_ROOM:], -(-more // _ROOM) * _ROOM)
-            found = [begin + rest for begin, rest in zip(found, rests, strict=True)]
-    return [row[:size].decode() for row, size in zip(found, sizes, strict=True)]
+        rows = _gather(
+            len(local_bytes).to_bytes(_LENGTH_BYTES, "little") + local_bytes[:_FIRST_BYTES],
+            _LENGTH_BYTES + _FIRST_BYTES,
+        )
+        sizes = [int.from_bytes(row[:_LENGTH_BYTES], "little") for row in rows]
+        texts = [row[_LENGTH_BYTES:] for row in rows]
+        if (max_remaining := max(sizes) - _FIRST_BYTES) > 0:
+            remainders = _gather(local_bytes[_FIRST_BYTES:], -(-max_remaining // _FIRST_BYTES) * _FIRST_BYTES)
+            texts = [start + remainder for start, remainder in zip(texts, remainders, strict=True)]
+    return [row[:size].decode() for row, size in zip(texts, sizes, strict=True)]
 
 
-_SIZE, _ROOM = 4, 1020
-"""Bytes of a length, and of a text that goes with it: of one shape, so that most need one program and one collective."""
+_LENGTH_BYTES, _FIRST_BYTES = 4, 1020
+"""Bytes of the length of a text, and bytes of the text that are sent with the length.
+
+The sum is constant, so most texts need one compiled program and one collective."""
 
 
-def _gather(mine: bytes, size: int) -> list[bytes]:
-    """Return every process's bytes, padded to a size."""
+def _gather(local_bytes: bytes, size: int) -> list[bytes]:
+    """Return the bytes of every process, padded to a size."""
     from jax.experimental import multihost_utils
 
-    rows = multihost_utils.process_allgather(np.frombuffer(mine.ljust(size, b"\0"), np.uint8))
+    rows = multihost_utils.process_allgather(np.frombuffer(local_bytes.ljust(size, b"\0"), np.uint8))
     return [row.tobytes() for row in rows]
 
 
-def share(sizes: dict[str, int]) -> list[str]:
-    """Return the names that this process takes care of, so that all processes get about the same bytes."""
+def assigned_names(sizes: dict[str, int]) -> list[str]:
+    """Return the names that this process handles, so that all processes get about the same number of bytes.
+
+    Args:
+      sizes: bytes by name, the same on all processes.
+    """
     loads = [0] * jax.process_count()
-    mine = []
+    assigned = []
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         rank = loads.index(min(loads))
-        loads[rank] += sizes[name] + 1  # the 1 spreads empty files too
+        loads[rank] += sizes[name] + 1  # the 1 distributes empty files too
         if rank == jax.process_index():
-            mine.append(name)
-    return mine
+            assigned.append(name)
+    return assigned
 
 
 def _describe(failure: BaseException | None) -> tuple[str, str] | None:
     return None if failure is None else (type(failure).__name__, str(failure))
 
 
-def _error(kind: str, message: str) -> CheckpointError:
-    """Return the error of another process, of the same kind where that is one of checkpoints."""
-    kinds = {one.__name__: one for one in CheckpointError.__subclasses__()}
-    return kinds.get(kind, CheckpointError)(message)
+def _error(type_name: str, message: str) -> CheckpointError:
+    """Return the error of another process, as the same type if it is a CheckpointError."""
+    error_types = {error_type.__name__: error_type for error_type in CheckpointError.__subclasses__()}
+    return error_types.get(type_name, CheckpointError)(message)

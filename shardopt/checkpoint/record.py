@@ -1,4 +1,4 @@
-"""What is known of a checkpoint besides its numbers: the record, `shardopt.json`, and the manifest, `MANIFEST.json`."""
+"""The two JSON files of a checkpoint: the record, `shardopt.json`, and the manifest, `MANIFEST.json`."""
 
 import hashlib
 import importlib.metadata
@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from shardopt.checkpoint.multihost import exchange, share
+from shardopt.checkpoint.multihost import assigned_names, exchange
 from shardopt.checkpoint.store import Leaf, check_leaves, describe, dtype_of
 from shardopt.checkpoint.tree import Json, LeafPath, check_structure, describe_structure, leaves_by_path
 from shardopt.core.arguments import is_integer
@@ -27,12 +27,12 @@ class Meta(NamedTuple):
     """The record of a checkpoint.
 
     Attributes:
-      step: the step it was saved at.
-      mesh_shape: the mesh it was saved from, for people to read: it binds nobody.
+      step: the number of the checkpoint.
+      mesh_shape: the mesh that the state was saved from. It informs people; restoring does not read it.
       leaves: shape and dtype of every leaf by path, in the order of `jax.tree.leaves`.
       params: the structure of the parameters, see `describe_structure`; None if the state has none.
-      metrics: what was measured at this step.
-      extra: whatever the caller wanted kept, for instance the position in the data.
+      metrics: the metrics of this step.
+      extra: JSON values of the caller, for instance the position in the training rows.
     """
 
     step: int
@@ -44,28 +44,36 @@ class Meta(NamedTuple):
 
 
 def describe_state(
-    who: str,
+    caller: str,
     state: PyTree,
     step: int | None = None,
     metrics: Mapping[str, ArrayLike] | None = None,
     extra: dict[str, Json] | None = None,
 ) -> Meta:
-    """Return the record of a state, of its own step if none is given; refuse what cannot be stored."""
-    number = _check_step(who, step, state)
-    check_leaves(who, state)
+    """Return the record of a state; refuse a state that cannot be stored.
+
+    Args:
+      caller: the function that the user called, for messages.
+      state: pytree of arrays.
+      step: the number of the checkpoint; by default `state.step`.
+      metrics: scalars by name.
+      extra: JSON values.
+    """
+    step_number = _check_step(caller, step, state)
+    check_leaves(caller, state)
     try:
         json.dumps(extra)
     except (TypeError, ValueError) as error:
-        what = f"extra must be JSON (dicts, lists, strings, numbers, true, false, null): {error}."
-        raise TypeError(format_error("checkpoint", what, fix="convert arrays with .tolist().")) from error
+        problem = f"extra must be JSON (dicts, lists, strings, numbers, true, false, null): {error}."
+        raise TypeError(format_error("checkpoint", problem, fix="convert arrays with .tolist().")) from error
     meshes = (getattr(getattr(leaf, "sharding", None), "mesh", None) for leaf in jax.tree.leaves(state))
     mesh = next((mesh for mesh in meshes if mesh is not None), None)
     leaves = {path: describe(leaf) for path, leaf in leaves_by_path(state).items()}
     params = getattr(state, "params", None)
     if params is not None and len(jax.tree.leaves(params)) != _num_params(leaves):
-        params = None  # no field of the state: its leaves are stored under other names, or not at all
+        params = None  # not a field of the state: these leaves are stored under other names, or not stored
     return Meta(
-        step=number,
+        step=step_number,
         mesh_shape={} if mesh is None else dict(mesh.shape),
         leaves=leaves,
         params=None if params is None else describe_structure(jax.tree.structure(params)),
@@ -74,54 +82,59 @@ def describe_state(
     )
 
 
-def _check_step(who: str, step: int | None, state: PyTree) -> int:
+def _check_step(caller: str, step: int | None, state: PyTree) -> int:
     if step is None:
         step = getattr(state, "step", None)
         if step is None:
-            what = f"step must be given, because the state ({type(state).__name__}) has none."
-            raise TypeError(format_error(who, what, fix="pass step=."))
+            problem = f"step must be given, because the state ({type(state).__name__}) has none."
+            raise TypeError(format_error(caller, problem, fix="pass step=."))
         step = int(np.asarray(jax.device_get(step)))
     if not is_integer(step):
-        raise TypeError(format_error(who, f"step must be an integer, got {step!r} ({type(step).__name__})."))
+        raise TypeError(format_error(caller, f"step must be an integer, got {step!r} ({type(step).__name__})."))
     if step < 0:
-        raise ValueError(format_error(who, f"step must not be negative, got {step}.", fix="count steps from 0."))
+        raise ValueError(format_error(caller, f"step must not be negative, got {step}.", fix="count steps from 0."))
     return int(step)
 
 
 def write_meta(folder: Path, meta: Meta) -> None:
-    """Write the record into a step's folder."""
-    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in to_json(meta).items()]
-    (folder / RECORD_NAME).write_text("{\n" + ",\n".join(lines) + "\n}\n")  # one line a field: for people too
+    """Write the record into a step's folder, one field a line, so that people can read it."""
+    field_lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in to_json(meta).items()]
+    (folder / RECORD_NAME).write_text("{\n" + ",\n".join(field_lines) + "\n}\n")
 
 
-def read_meta(who: str, folder: Path) -> Meta:
-    """Read the record of a step's folder; see `from_json`."""
-    where = f"{folder.name}/{RECORD_NAME}"
+def read_meta(caller: str, folder: Path) -> Meta:
+    """Return the record in a step's folder; see `from_json` for errors."""
+    source = f"{folder.name}/{RECORD_NAME}"
     try:
         record = json.loads((folder / RECORD_NAME).read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise _damaged(who, f"{where} cannot be read", error) from error
-    return from_json(who, where, record)
+        raise _damaged(caller, f"{source} cannot be read", error) from error
+    return from_json(caller, source, record)
 
 
 def to_json(meta: Meta) -> dict[str, Json]:
-    """Return the record as JSON, with the versions that wrote it."""
+    """Return the record as JSON, with the package versions that write it."""
     leaves = {"/".join(path): {"dtype": leaf.dtype, "shape": list(leaf.shape)} for path, leaf in meta.leaves.items()}
     return {"format": _RECORD_FORMAT, "versions": _versions()} | meta._asdict() | {"leaves": leaves}
 
 
-def from_json(who: str, where: str, record: Json) -> Meta:
-    """Return the record that `to_json` wrote.
+def from_json(caller: str, source: str, record: Json) -> Meta:
+    """Return the record from the JSON that `to_json` returned.
+
+    Args:
+      caller: the function that the user called, for messages.
+      source: the name of the file or the header that holds the record, for messages.
+      record: the JSON.
 
     Raises:
-      DamagedCheckpointError: if it is not a record.
-      CheckpointError: if it is of another format.
+      DamagedCheckpointError: if the JSON is not a record.
+      CheckpointError: if the record has another format.
     """
     try:
         if record["format"] != _RECORD_FORMAT:
-            what = f"{where} has format {record['format']}, this version of shardopt reads {_RECORD_FORMAT}."
+            problem = f"{source} has format {record['format']}, this version of shardopt reads {_RECORD_FORMAT}."
             fix = "use the version of shardopt that wrote it, or a newer one."
-            raise CheckpointError(format_error(who, what, fix=fix))
+            raise CheckpointError(format_error(caller, problem, fix=fix))
         leaves = {tuple(path.split("/")): _leaf(leaf) for path, leaf in record["leaves"].items()}
         step, params = record["step"], record["params"]
         if not _is_count(step):
@@ -137,11 +150,14 @@ def from_json(who: str, where: str, record: Json) -> Meta:
     except CheckpointError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise _damaged(who, f"{where} is not a record of a checkpoint", error) from error
+        raise _damaged(caller, f"{source} is not a record of a checkpoint", error) from error
 
 
 def write_manifest(folder: Path, digests: dict[str, str]) -> None:
-    """Write size and SHA-256 of the files of a folder, so that no damaged byte is ever loaded, and sync it to disk."""
+    """Write the size and SHA-256 of each file of a folder, and sync the manifest to disk.
+
+    `verify` compares both before a checkpoint is loaded, so that no damaged byte is used.
+    """
     files = {name: {"size": (folder / name).stat().st_size, "sha256": digests[name]} for name in sorted(digests)}
     with (folder / MANIFEST_NAME).open("w") as file:
         file.write(_render({"format": _MANIFEST_FORMAT, "files": files}))
@@ -150,7 +166,7 @@ def write_manifest(folder: Path, digests: dict[str, str]) -> None:
 
 
 def file_sizes(folder: Path) -> dict[str, int]:
-    """Return the sizes of all files in a folder, by their path inside it."""
+    """Return the size of each file in a folder, by path relative to the folder; leave out the manifest."""
     return {
         path.relative_to(folder).as_posix(): path.stat().st_size
         for path in folder.rglob("*")
@@ -167,65 +183,65 @@ def digest(path: Path, sync: bool = False) -> str:
 
 
 def verify(folder: Path) -> list[str]:
-    """Compare a folder with its manifest; return a line for every file that is missing or changed.
+    """Compare a folder with its manifest; return one line for every missing or changed file.
 
-    All processes must call it: each reads its share of the bytes, and all return the same list.
+    All processes must call it. Each process reads its share of the bytes, and all return the same list.
     """
-    files, damage = _read_manifest(folder)
-    damage = damage or _damaged_sizes(folder, files)
-    if not damage:
-        sizes = {name: record["size"] for name, record in files.items()}
-        damage = [line for name in share(sizes) for line in _damaged_bytes(folder, name, files[name])]
-    return sorted({line for text in exchange(json.dumps(damage)) for line in json.loads(text)})
+    records, damage_lines = _read_manifest(folder)
+    damage_lines = damage_lines or _damaged_sizes(folder, records)
+    if not damage_lines:
+        sizes = {name: file_record["size"] for name, file_record in records.items()}
+        damage_lines = [line for name in assigned_names(sizes) for line in _damaged_bytes(folder, name, records[name])]
+    return sorted({line for text in exchange(json.dumps(damage_lines)) for line in json.loads(text)})
 
 
 def _render(body: dict[str, Json]) -> str:
-    # The manifest has a digest over its own body as well.
-    own = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-    return json.dumps({"manifest": body, "sha256": own}, indent=1, sort_keys=True) + "\n"
+    # The manifest also holds a digest of its own body.
+    body_digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return json.dumps({"manifest": body, "sha256": body_digest}, indent=1, sort_keys=True) + "\n"
 
 
 def _read_manifest(folder: Path) -> tuple[dict[str, Json], list[str]]:
-    where = f"{folder.name}/{MANIFEST_NAME}"
+    source = f"{folder.name}/{MANIFEST_NAME}"
     try:
         text = (folder / MANIFEST_NAME).read_bytes().decode()
         body = json.loads(text)["manifest"]
         if text != _render(body):
-            return {}, [f"{where}: its bytes are not those that were written"]
+            return {}, [f"{source}: its bytes are not those that were written"]
         if body["format"] != _MANIFEST_FORMAT:
-            return {}, [f"{where}: format {body['format']}, this version of shardopt reads {_MANIFEST_FORMAT}"]
+            return {}, [f"{source}: format {body['format']}, this version of shardopt reads {_MANIFEST_FORMAT}"]
         return body["files"], []
     except FileNotFoundError:
-        return {}, [f"{where}: missing"]
+        return {}, [f"{source}: missing"]
     except (ValueError, KeyError, TypeError, OSError) as error:
-        return {}, [f"{where}: cannot be read ({type(error).__name__})"]
+        return {}, [f"{source}: cannot be read ({type(error).__name__})"]
 
 
-def _damaged_sizes(folder: Path, files: dict[str, Json]) -> list[str]:
-    there = file_sizes(folder)
+def _damaged_sizes(folder: Path, records: dict[str, Json]) -> list[str]:
+    actual_sizes = file_sizes(folder)
     lines = []
-    for name, record in files.items():
-        if name not in there:
+    for name, record in records.items():
+        if name not in actual_sizes:
             lines.append(f"{folder.name}/{name}: missing")
-        elif there[name] != record["size"]:
-            lines.append(f"{folder.name}/{name}: {there[name]} bytes, {record['size']} were written")
+        elif actual_sizes[name] != record["size"]:
+            lines.append(f"{folder.name}/{name}: {actual_sizes[name]} bytes, {record['size']} were written")
     return lines
 
 
 def _damaged_bytes(folder: Path, name: str, record: Json) -> list[str]:
-    where = f"{folder.name}/{name}"
+    source = f"{folder.name}/{name}"
     try:
-        found, written = digest(folder / name), record["sha256"]
+        actual, expected = digest(folder / name), record["sha256"]
     except OSError as error:
-        return [f"{where}: cannot be read ({error.strerror})"]
-    if found == written:
+        return [f"{source}: cannot be read ({error.strerror})"]
+    if actual == expected:
         return []
-    return [f"{where}: its bytes are not those that were written (SHA-256 {found[:8]}..., not {written[:8]}...)"]
+    return [f"{source}: its bytes are not those that were written (SHA-256 {actual[:8]}..., not {expected[:8]}...)"]
 
 
-def _damaged(who: str, what: str, error: Exception) -> DamagedCheckpointError:
-    what = f"{what} ({type(error).__name__}: {error})."
-    return DamagedCheckpointError(format_error(who, what, fix="bring the file back from a copy."))
+def _damaged(caller: str, problem: str, error: Exception) -> DamagedCheckpointError:
+    problem = f"{problem} ({type(error).__name__}: {error})."
+    return DamagedCheckpointError(format_error(caller, problem, fix="bring the file back from a copy."))
 
 
 def _leaf(record: Json) -> Leaf:
@@ -247,14 +263,14 @@ def _is_count(value: Json) -> bool:
 
 def _as_numbers(metrics: Mapping[str, ArrayLike]) -> dict[str, float]:
     values = {name: np.asarray(value) for name, value in metrics.items()}
-    strange = [
+    not_scalars = [
         f"{name}: {value.dtype}{list(value.shape)}"
         for name, value in values.items()
         if value.ndim or value.dtype.kind not in "biufV"
     ]
-    if strange:
+    if not_scalars:
         fix = "save scalars only, for instance jnp.mean of them."
-        raise TypeError(format_error("checkpoint", "metrics must be numbers.", strange, fix=fix))
+        raise TypeError(format_error("checkpoint", "metrics must be numbers.", not_scalars, fix=fix))
     return {name: float(value) for name, value in values.items()}
 
 

@@ -1,12 +1,12 @@
-"""Stacked leaves, one value a replica or a device: read as they are stored, merged where their number changes.
+"""Stacked leaves, with one value per replica or device: read in their stored shape, then merged if the number changes.
 
-- Each replica's own state (`PerReplica`) is [replicas, ...]. Codes of 8 bits are no numbers, and are not merged.
-- The state of a reducer is stacked as its spec says: error-feedback memories [devices of the mean, sizes of other
-  axes..., ...], of which only the mean matters to what is to come; [sizes of other axes..., ...] for what is the same
-  on those devices.
+- The state of each replica (`PerReplica`) is [replicas, ...]. Codes of 8 bits are not numbers, and are not merged.
+- The state of a reducer is stacked as its spec says. An error-feedback memory is [devices of the mean, sizes of other
+  axes..., ...]; only the mean over the devices affects later steps. State that is equal on those devices is
+  [sizes of other axes..., ...].
 
-`merge_replicas` says what stands for several values, and every new replica or device gets it. Whatever else differs is
-left to `check_match`, which names it.
+`merge_replicas` computes the merged value, and every new replica or device gets it. `check_match` reports all other
+differences.
 """
 
 import math
@@ -30,45 +30,62 @@ _NODES = (PerReplica, Replicas, CompressedOptState, ErrorFeedback, PerDevice, Ei
 
 
 class Change(NamedTuple):
-    """A leaf that is stored with other sizes, in these dims, than it is wanted with."""
+    """A leaf that is stored with other sizes than the wanted ones.
+
+    Attributes:
+      dims: the dims with another size.
+      wanted: the abstract leaf with the wanted sizes.
+    """
 
     dims: tuple[int, ...]
     wanted: jax.ShapeDtypeStruct
 
 
 def as_stored(
-    who: str, what: str, stored: dict[LeafPath, Leaf], wanted: PyTree, name: str
+    caller: str, source: str, stored: dict[LeafPath, Leaf], wanted: PyTree, target_name: str
 ) -> tuple[PyTree, dict[LeafPath, Change]]:
-    """Return the wanted state, stacked as it is stored where only that differs, and those changes by path.
+    """Return the wanted state with the stored sizes of stacked leaves, and the changed leaves by path.
+
+    Args:
+      caller: the function that the user called, for messages.
+      source: the name of the stored state, for messages.
+      stored: the stored leaves by path.
+      wanted: pytree of abstract arrays.
+      target_name: the name of the target, for messages.
 
     Raises:
-      CheckpointError: if state that belongs to its device would have to be moved to others, or moments in 8 bits merged.
+      CheckpointError: if state that belongs to its device would move to other devices, or moments in 8 bits would be
+        merged.
     """
     kinds = _kinds(wanted)
-    changes, tied, codes, leaves = {}, [], [], []
+    changes, device_leaves, code_leaves, leaves = {}, [], [], []
     for path, leaf in leaves_by_path(wanted).items():
         dims = _changed_dims(stored.get(path), leaf, kinds.get(path))
         if dims and kinds[path] in (_DEVICE, _CODES):
-            some = tied if kinds[path] == _DEVICE else codes
-            some.append(f"{show(path)}: the checkpoint holds {stored[path]}, {name} wants {describe(leaf)}")
+            refused = device_leaves if kinds[path] == _DEVICE else code_leaves
+            refused.append(f"{show(path)}: the checkpoint holds {stored[path]}, {target_name} wants {describe(leaf)}")
         elif dims:
             changes[path] = Change(dims, leaf)
             leaf = _with_sizes(leaf, stored[path].shape, dims)
         leaves.append(leaf)
-    tied_to = "has state that belongs to its device, which cannot be carried to another number of devices."
-    no_mean = "has moments in 8 bits of each replica, and there is no mean of codes."
-    for where, why, instead in (
-        (tied, tied_to, "restore on as many devices as it was saved from"),
-        (codes, no_mean, "restore with as many replicas as it was saved from"),
+    device_reason = "has state that belongs to its device, which cannot be carried to another number of devices."
+    codes_reason = "has moments in 8 bits of each replica, and there is no mean of codes."
+    for refused_leaves, reason, instead in (
+        (device_leaves, device_reason, "restore on as many devices as it was saved from"),
+        (code_leaves, codes_reason, "restore with as many replicas as it was saved from"),
     ):
-        if where:
-            again = "or start the optimizer again on its parameters: new_opt.init(restore(directory, old_opt).params)."
-            raise CheckpointError(format_error(who, f"{what} {why}", where, fix=f"{instead}; {again}"))
+        if refused_leaves:
+            start_again = (
+                "or start the optimizer again on its parameters: new_opt.init(restore(directory, old_opt).params)."
+            )
+            raise CheckpointError(
+                format_error(caller, f"{source} {reason}", refused_leaves, fix=f"{instead}; {start_again}")
+            )
     return jax.tree.unflatten(jax.tree.structure(wanted), leaves), changes
 
 
 def to_wanted(state: PyTree, changes: dict[LeafPath, Change]) -> PyTree:
-    """Return the state stacked as it is wanted, each leaf placed where it is wanted."""
+    """Return the state with the wanted sizes, each leaf with its wanted sharding."""
     leaves = leaves_by_path(state)
     for path, change in changes.items():
 
@@ -82,20 +99,20 @@ def to_wanted(state: PyTree, changes: dict[LeafPath, Change]) -> PyTree:
 
 
 def _kinds(wanted: PyTree) -> dict[LeafPath, str]:
-    """Return what the stacked leaves are stacked over, by path."""
-    found: dict[LeafPath, str] = {}
+    """Return the kind of each stacked leaf by path: the kind says which values are stacked."""
+    kinds: dict[LeafPath, str] = {}
 
     def visit(path: LeafPath, tree: PyTree, kind: str | None) -> None:
         for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, _NODES)):
-            here = (*path, *(escape(jax.tree_util.keystr((key,), simple=True)) for key in keys))
+            node_path = (*path, *(escape(jax.tree_util.keystr((key,), simple=True)) for key in keys))
             if isinstance(node, _NODES):
                 for name, child in node._asdict().items():
-                    visit((*here, name), child, _kind_of(node, name, kind))
+                    visit((*node_path, name), child, _kind_of(node, name, kind))
             elif kind is not None:
-                found[here] = _REPLICA if kind == _CODES and node.dtype != jnp.uint8 else kind
+                kinds[node_path] = _REPLICA if kind == _CODES and node.dtype != jnp.uint8 else kind
 
     visit((), wanted, None)
-    return found
+    return kinds
 
 
 def _kind_of(node: NamedTuple, field: str, kind: str | None) -> str | None:
@@ -111,27 +128,33 @@ def _kind_of(node: NamedTuple, field: str, kind: str | None) -> str | None:
 
 
 def _changed_dims(stored: Leaf | None, wanted: jax.ShapeDtypeStruct, kind: str | None) -> tuple[int, ...]:
-    """Return the dims that differ, if the leaf is stacked along all of them, and it is known what that means elsewhere."""
+    """Return the dims whose stored size differs, or () if the leaf cannot be adapted.
+
+    A leaf can be adapted if it is stacked along all these dims and its values have a known meaning on the other mesh.
+    """
     if stored is None or kind is None or len(stored.shape) != len(wanted.shape):
         return ()
     if stored.dtype != describe(wanted).dtype:
         return ()
     dims = tuple(dim for dim, (a, b) in enumerate(zip(stored.shape, wanted.shape, strict=True)) if a != b)
     entries = tuple(wanted.sharding.spec) if isinstance(wanted.sharding, NamedSharding) else ()
-    replica = kind in (_REPLICA, _CODES)
-    if any(dim >= (1 if replica else len(entries)) for dim in dims):
+    per_replica = kind in (_REPLICA, _CODES)
+    if any(dim >= (1 if per_replica else len(entries)) for dim in dims):
         return ()
-    if not replica:
-        # Along an axis that no mean is taken over there may be other parts of a leaf. They are the same ones where the
-        # parts have kept their shape, unless two such axes have exchanged their roles.
-        first = 0 if kind == _REDUCER else 1
-        if len([dim for dim in dims if dim >= first and entries[dim] != "replica"]) > 1:
+    if not per_replica:
+        # Along an axis without a mean, devices may hold different parts of a leaf. The parts are the same as before if
+        # their shape is the same, unless two such axes have exchanged their roles.
+        first_part_dim = 0 if kind == _REDUCER else 1
+        if len([dim for dim in dims if dim >= first_part_dim and entries[dim] != "replica"]) > 1:
             return ()
     return dims
 
 
 def _with_sizes(leaf: jax.ShapeDtypeStruct, shape: tuple[int, ...], dims: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """Return the leaf as it is stored, its changed dims sharded as before where they can be, else replicated."""
+    """Return the leaf with its stored shape.
+
+    A changed dim keeps its sharding if the stored size is divisible, else it is replicated.
+    """
     sharding = leaf.sharding
     if isinstance(sharding, NamedSharding):
         entries = list(sharding.spec) + [None] * (len(shape) - len(sharding.spec))

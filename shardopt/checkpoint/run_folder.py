@@ -1,8 +1,8 @@
-"""The folder of a run: what it holds, how a step gets in and out of it, and who may write to it.
+"""The folder of a run: its layout, how a step is added or deleted, and which process may write to it.
 
-`<step>/` is a committed checkpoint; names that start with a dot are work in progress. A checkpoint is written under
-`.saving-<step>` and becomes `<step>` by one rename; one that is to go becomes `.deleting-<step>` first. So a job
-killed at any moment leaves complete checkpoints only.
+`<step>/` is a committed checkpoint; a name that starts with a dot is work in progress. A checkpoint is written under
+`.saving-<step>` and becomes `<step>` by one rename. Before a checkpoint is deleted, it is renamed to
+`.deleting-<step>`. So a job killed at any moment leaves only complete checkpoints.
 """
 
 import contextlib
@@ -18,18 +18,23 @@ _SAVING, _DELETING, _REPLACED = ".saving-", ".deleting-", ".replaced-"
 
 
 class FilesGoneError(CheckpointError):
-    """What was being written vanished: somebody is deleting the folder."""
+    """Files vanished while they were being written: somebody is deleting the folder."""
 
 
-def run_folder(who: str, directory: str | os.PathLike[str]) -> Path:
-    """Return the folder of a run as an absolute path; refuse what is not one, or an address such as gs://bucket/run."""
+def run_folder(caller: str, directory: str | os.PathLike[str]) -> Path:
+    """Return the folder of a run as an absolute path.
+
+    Raises:
+      TypeError: if `directory` is not a path.
+      ValueError: if `directory` is an address such as gs://bucket/run.
+    """
     if not isinstance(directory, str | os.PathLike):
         fix = "pass a path."
-        raise TypeError(format_error(who, f"directory must be a path, got {type(directory).__name__}.", fix=fix))
+        raise TypeError(format_error(caller, f"directory must be a path, got {type(directory).__name__}.", fix=fix))
     if "://" in os.fspath(directory):
-        what = f"directory must be a path in a file system, got {os.fspath(directory)!r}."
+        problem = f"directory must be a path in a file system, got {os.fspath(directory)!r}."
         fix = "mount the bucket (for instance with gcsfuse) and pass the path of the mount."
-        raise ValueError(format_error(who, what, fix=fix))
+        raise ValueError(format_error(caller, problem, fix=fix))
     return Path(directory).expanduser().absolute()
 
 
@@ -46,28 +51,31 @@ def committed(directory: Path) -> list[int]:
 
 
 def step_folder(directory: Path, step: int) -> Path:
-    """Return where a committed step lives."""
+    """Return the folder of a committed step."""
     return directory / str(step)
 
 
 def staging_folder(directory: Path, step: int) -> Path:
-    """Return where a step is prepared."""
+    """Return the folder where a step is prepared."""
     return directory / f"{_SAVING}{step}"
 
 
 def digests_file(directory: Path, step: int, rank: int) -> Path:
-    """Return where a process leaves its digests for process 0: beside the staging folder, so no file of it."""
+    """Return the file through which a process sends its digests to process 0.
+
+    The file lies next to the staging folder, so it is not a part of the checkpoint.
+    """
     return directory / f"{_SAVING}{step}.digests-{rank}"
 
 
 def interrupted(directory: Path, step: int) -> bool:
-    """Return whether the save of a step began and did not end."""
-    begun = [*directory.glob(f"{_SAVING}{step}"), *directory.glob(f"{_SAVING}{step}.*")]
-    return bool(begun) and not step_folder(directory, step).exists()
+    """Return whether a save of the step began and did not finish."""
+    unfinished = [*directory.glob(f"{_SAVING}{step}"), *directory.glob(f"{_SAVING}{step}.*")]
+    return bool(unfinished) and not step_folder(directory, step).exists()
 
 
 def publish(directory: Path, step: int) -> None:
-    """Turn the prepared step into a committed one, in the place of an older one if there is one."""
+    """Turn the prepared step into a committed one; replace an older one of the same number."""
     final, old = step_folder(directory, step), directory / f"{_REPLACED}{step}"
     if final.exists():
         final.rename(old)
@@ -83,21 +91,24 @@ def publish(directory: Path, step: int) -> None:
 
 
 def discard(directory: Path, step: int) -> None:
-    """Delete a committed step."""
+    """Delete a committed step: rename its folder first, so that no half checkpoint remains."""
     doomed = directory / f"{_DELETING}{step}"
     step_folder(directory, step).rename(doomed)
     shutil.rmtree(doomed)
 
 
 def check_writable(directory: Path, step: int) -> None:
-    """Make a folder and delete it: where process 0 cannot, the others would wait minutes for the one of the step."""
+    """Make a folder and delete it, to find out early whether process 0 can write.
+
+    If process 0 cannot make the folder of the step, the other processes wait minutes for that folder.
+    """
     trial = directory / f"{_SAVING}{step}.trial"
     trial.mkdir()
     trial.rmdir()
 
 
 def remove_stale(directory: Path) -> None:
-    """Delete what killed writers left behind. Only the holder of the lock may call it."""
+    """Delete files of killed writers. Only the process that holds the lock may call it."""
     for path in directory.glob(f"{_REPLACED}*"):
         final = directory / path.name.removeprefix(_REPLACED)
         if not final.exists():  # killed between the two renames of publish
@@ -108,70 +119,76 @@ def remove_stale(directory: Path) -> None:
 
 
 class RunLock:
-    """The right to write to the folder of a run, until `release`; the kernel ends it with the process.
+    """The right to write to the folder of a run, until `release`; the kernel releases it when the process ends.
 
     Args:
-      who: the function that asks for it, for messages.
+      caller: the function that the user called, for messages.
       directory: the folder.
     """
 
-    def __init__(self, who: str, directory: Path):
-        self.who, self.directory = who, directory
+    def __init__(self, caller: str, directory: Path):
+        self.caller, self.directory = caller, directory
         self._lock: Lock | None = None
-        self._folder = -1  # a descriptor of the folder itself, which tells it from a later one of the same name
-        self._device = -1  # the file system that it is on
+        self._folder = -1  # a descriptor of the folder, to recognise a later folder with the same name
+        self._device = -1  # the file system of the folder
 
     def acquire(self) -> None:
-        """Become the writer of the folder, made if it does not exist, and delete what killed writers left there.
+        """Become the writer of the folder, and delete files of killed writers. Make the folder if it does not exist.
 
         Raises:
           CheckpointInUseError: if there is another writer.
           CheckpointError: if the folder cannot be written to.
         """
-        taken: Lock | None = None
+        lock: Lock | None = None
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            taken = acquire_lock(self.who, self.directory)
+            lock = acquire_lock(self.caller, self.directory)
             remove_stale(self.directory)
             folder = os.open(self.directory, os.O_RDONLY)
         except OSError as error:
-            if taken is not None:
-                release_lock(taken)
-            what = f"{self.directory} cannot be written to ({type(error).__name__}: {error.strerror})."
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            fix = "make room there, or choose another folder." if full else "choose a folder that you may write to."
-            kind = FilesGoneError if is_gone(error) else CheckpointError
-            raise kind(format_error(self.who, what, fix=fix)) from error
+            if lock is not None:
+                release_lock(lock)
+            problem = f"{self.directory} cannot be written to ({type(error).__name__}: {error.strerror})."
+            disk_is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            fix = (
+                "make room there, or choose another folder."
+                if disk_is_full
+                else "choose a folder that you may write to."
+            )
+            error_type = FilesGoneError if is_gone(error) else CheckpointError
+            raise error_type(format_error(self.caller, problem, fix=fix)) from error
         self.release()
-        self._lock, self._folder, self._device = taken, folder, os.fstat(folder).st_dev
+        self._lock, self._folder, self._device = lock, folder, os.fstat(folder).st_dev
 
     def acquire_again(self, step: int) -> None:
-        """Become the writer again after somebody deleted the folder: what is in memory shall not be lost as well.
+        """Become the writer again after somebody deleted the folder, so that the state in memory is not lost too.
 
-        Another folder of that name which holds checkpoints is another job's; the same one is only half deleted. And
-        where the nearest folder that is left is on another file system, the one that was written to is no longer
-        mounted: nobody would look for the run beneath its mount point.
+        Two cases are refused:
+
+        - A folder of that name exists, is not the folder of before, and holds checkpoints: they belong to another job.
+        - The nearest existing folder is on another file system: the file system of the run is no longer mounted.
+          Nobody would look for the run under its mount point.
 
         Raises:
-          CheckpointError: in these two cases, if another job took the folder first, or if it cannot be made.
+          CheckpointError: in these two cases, if another job took the folder first, or if the folder cannot be made.
         """
-        place = next(folder for folder in (self.directory, *self.directory.parents) if folder.is_dir())
-        what = ""
+        nearest_folder = next(folder for folder in (self.directory, *self.directory.parents) if folder.is_dir())
+        problem = ""
         if committed(self.directory) and not self._is_same_folder():
-            what = f"{self.directory} was replaced while the job ran, by one with other checkpoints."
-        elif place.stat().st_dev != self._device:
-            what = f"{self.directory} is gone, and {place} is on another file system than it was: was it unmounted?"
-        if what:
+            problem = f"{self.directory} was replaced while the job ran, by one with other checkpoints."
+        elif nearest_folder.stat().st_dev != self._device:
+            problem = f"{self.directory} is gone, and {nearest_folder} is on another file system than it was: was it unmounted?"
+        if problem:
             fix = "bring it back, or make a new Checkpoints elsewhere."
-            raise CheckpointError(format_error(self.who, f"step {step} cannot be saved: {what}", fix=fix))
+            raise CheckpointError(format_error(self.caller, f"step {step} cannot be saved: {problem}", fix=fix))
         self.acquire()
 
     def is_held(self) -> bool:
-        """Return whether the folder is still the one that was acquired."""
+        """Return whether the folder is still the acquired one."""
         return self._lock is not None and holds_lock(self._lock)
 
     def release(self) -> None:
-        """Leave the folder to others. Twice is harmless."""
+        """Stop being the writer. Calling it twice is harmless."""
         if self._lock is not None:
             release_lock(self._lock)
             os.close(self._folder)
@@ -183,4 +200,4 @@ class RunLock:
         except OSError as error:
             if not is_gone(error):
                 raise
-            return False  # NFS forgets what was deleted
+            return False  # NFS forgets deleted files

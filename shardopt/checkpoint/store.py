@@ -1,4 +1,4 @@
-"""How leaves are stored, and the only file that calls orbax: nested dicts of arrays out, and back shard by shard."""
+"""How leaves are stored on disk: as nested dicts of arrays, read back shard by shard. Only this file calls orbax."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -19,18 +19,24 @@ ArrayLeaf = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 A = TypeVar("A", jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 _ITEM = "state"
-"""The folder of the arrays in a step's folder; for `orbax.checkpoint.CheckpointManager`, the name of the item."""
+"""The subfolder of a step for the arrays; `orbax.checkpoint.CheckpointManager` calls it the name of the item."""
 
 _BARRIERS = 2
-"""How often orbax has all processes wait while it writes: when each has written, and when the first has finished."""
+"""Barriers of orbax in a write: after each process has written, and after the first process has finished."""
 
 _CHUNK_BYTES = 16 * 2**20
-"""Arrays are stored in chunks of at most this size, so that reading a shard of an array that was saved replicated
-takes memory for the shard and not for the array."""
+"""The largest chunk in which arrays are stored.
+
+Reading one shard of an array that was saved replicated then needs memory for the shard, not for the array."""
 
 
 class Leaf(NamedTuple):
-    """What is recorded of a leaf: its logical shape, and its dtype, "key<threefry2x32>" for typed random keys."""
+    """The record of a leaf.
+
+    Attributes:
+      shape: the logical shape.
+      dtype: the name of the dtype; "key<threefry2x32>" for typed random keys.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -43,14 +49,20 @@ def describe(leaf: ArrayLeaf) -> Leaf:
     """Return the record of a concrete or abstract leaf."""
     if not _is_key(leaf):
         return Leaf(tuple(leaf.shape), np.dtype(leaf.dtype).name)
-    # key_impl wants an array, and takes a traced one: so abstract keys can be asked as well.
-    seen: list[object] = []
-    jax.eval_shape(lambda key: seen.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-    return Leaf(tuple(leaf.shape), f"key<{seen[0]}>")
+    # key_impl needs an array, and accepts a traced one, so this works for abstract keys too.
+    implementations: list[object] = []
+    jax.eval_shape(
+        lambda key: implementations.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    )
+    return Leaf(tuple(leaf.shape), f"key<{implementations[0]}>")
 
 
 def dtype_of(leaf: Leaf) -> np.dtype:
-    """Return the dtype that a record speaks of; ValueError if it is not one that an array on a device can have."""
+    """Return the dtype of a record.
+
+    Raises:
+      ValueError: if arrays on a device cannot have this dtype.
+    """
     if implementation := _implementation(leaf):
         return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
     try:
@@ -62,41 +74,55 @@ def dtype_of(leaf: Leaf) -> np.dtype:
     return dtype
 
 
-def plain(leaf: A) -> A:
-    """Return what is stored of an array, concrete or abstract: the integers of a typed key, else itself."""
+def to_storable(leaf: A) -> A:
+    """Return the stored form of a concrete or abstract array: the integers of a typed random key, else the array."""
     if not _is_key(leaf):
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+        key_data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         sharding = leaf.sharding
-        if isinstance(sharding, NamedSharding):  # the spec speaks of the leading dims, the integers of a key follow
+        if isinstance(sharding, NamedSharding):  # the integers of a key are trailing dims, which the spec leaves out
             sharding = NamedSharding(sharding.mesh, sharding.spec)
-        return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(key_data.shape, key_data.dtype, sharding=sharding)
     return jax.random.key_data(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
-def unplain(data: jax.Array, leaf: Leaf) -> jax.Array:
-    """Return the array whose stored form is `data`."""
+def from_storable(stored: jax.Array, leaf: Leaf) -> jax.Array:
+    """Return the array with this stored form; `to_storable` reversed."""
     implementation = _implementation(leaf)
-    return jax.random.wrap_key_data(data, impl=implementation) if implementation else data
+    return jax.random.wrap_key_data(stored, impl=implementation) if implementation else stored
 
 
 def place(target: jax.ShapeDtypeStruct, read: Callable[..., np.ndarray]) -> jax.Array:
-    """Return a global array with the target's sharding, from `read(index)` for each shard held here."""
-    # Copied, because a CPU array may otherwise live on in memory that belongs to the caller.
+    """Return a global array with the shape and sharding of the target.
+
+    Args:
+      target: shape, dtype and sharding.
+      read: returns the values at an index; called for each shard of this process.
+    """
+    # Without a copy, an array on a CPU device could share memory with the caller.
     return jax.make_array_from_callback(target.shape, target.sharding, lambda index: np.array(read(index)))
 
 
-def check_leaves(who: str, tree: PyTree) -> None:
-    """Refuse leaves that cannot be stored: TypeError if one is not an array, ValueError if one was donated to a step."""
+def check_leaves(caller: str, tree: PyTree) -> None:
+    """Refuse leaves that cannot be stored.
+
+    Raises:
+      TypeError: if a leaf is not an array.
+      ValueError: if a leaf was donated to a step.
+    """
     leaves = leaves_by_path(tree)
-    if strange := [f"{show(path)}: {type(leaf).__name__}" for path, leaf in leaves.items() if not is_array_like(leaf)]:
+    if not_arrays := [
+        f"{show(path)}: {type(leaf).__name__}" for path, leaf in leaves.items() if not is_array_like(leaf)
+    ]:
         fix = "make them arrays (jnp.asarray), or keep them out of the state."
-        raise TypeError(format_error(who, "the state must be a pytree of arrays.", strange, fix=fix))
-    gone = [show(path) for path, leaf in leaves.items() if isinstance(leaf, jax.Array) and leaf.is_deleted()]
-    if gone:
+        raise TypeError(format_error(caller, "the state must be a pytree of arrays.", not_arrays, fix=fix))
+    deleted = [show(path) for path, leaf in leaves.items() if isinstance(leaf, jax.Array) and leaf.is_deleted()]
+    if deleted:
         fix = "use the state that the last step returned: a step takes over the buffers of the state it is given."
-        raise ValueError(format_error(who, "these arrays of the state were deleted, probably donated.", gone, fix=fix))
+        raise ValueError(
+            format_error(caller, "these arrays of the state were deleted, probably donated.", deleted, fix=fix)
+        )
 
 
 def _is_key(leaf: ArrayLeaf) -> bool:
@@ -108,18 +134,18 @@ def _implementation(leaf: Leaf) -> str:
 
 
 class Writer:
-    """An orbax checkpointer that writes in the background; with several processes none waits for one that failed.
+    """An orbax checkpointer that writes in the background; no process waits for another one that failed.
 
-    While it writes orbax has all processes wait for each other, and one that fails does not come: the others would
-    wait for twenty minutes. Here it comes all the same, to as many barriers as are left.
+    While orbax writes, it makes all processes wait for each other. A process that failed would not come, and the others
+    would wait for twenty minutes. Here a failed process also comes to all remaining barriers.
     """
 
     def __init__(self):
         import orbax.checkpoint as ocp
 
         self._folder, self._passed = "", 0
-        # By itself it also writes how arrays were cut, into a folder that all but the first wait for: for ten minutes,
-        # where somebody deleted it. It is not needed: a checkpoint can be read without.
+        # By default orbax also writes metadata about shards, into a folder for which all other processes wait: ten
+        # minutes, if somebody deleted it. Reading does not need this metadata.
         handlers = [(jax.Array, ocp.type_handlers.ArrayHandler(array_metadata_store=None))]
         handlers += [(kind, ocp.type_handlers.get_type_handler(kind)) for kind in (np.ndarray, np.number)]
         registry = ocp.type_handlers.create_type_handler_registry(*handlers)
@@ -128,17 +154,17 @@ class Writer:
         self._orbax = ocp.AsyncCheckpointer(handler, async_options=options)
 
     def start(self, folder: Path, state: PyTree) -> None:
-        """Copy the state to the host and begin to write it to a new folder; all processes must call it."""
+        """Copy the state to the host and start writing it to a new folder. All processes must call it."""
         import orbax.checkpoint as ocp
 
         self._folder, self._passed = str(folder), 0
-        leaves = {path: plain(leaf) for path, leaf in leaves_by_path(state).items()}
+        leaves = {path: to_storable(leaf) for path, leaf in leaves_by_path(state).items()}
         nested = nest({path: leaf for path, leaf in leaves.items() if leaf.size})  # orbax takes no empty arrays
-        how = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), nested)
-        self._orbax.save(folder, ocp.args.Composite(state=ocp.args.PyTreeSave(nested, save_args=how)))
+        save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), nested)
+        self._orbax.save(folder, ocp.args.Composite(state=ocp.args.PyTreeSave(nested, save_args=save_args)))
 
     def wait(self, failures: list[Exception]) -> None:
-        """Wait until all is written here; add why it was not."""
+        """Wait until this process has written all; add its error to `failures` if it failed."""
         try:
             self._orbax.wait_until_finished()
         except Exception as error:
@@ -147,7 +173,7 @@ class Writer:
             self._barrier()
 
     def close(self) -> None:
-        """Wait, and end the threads."""
+        """Wait until all is written, and end the threads."""
         self._orbax.close()
 
     def _barrier(self, **_: object) -> None:
@@ -156,7 +182,7 @@ class Writer:
 
 
 def barrier(name: str) -> None:
-    """Wait until all processes are here; may be called on any thread."""
+    """Wait until all processes have called this; works on any thread."""
     import orbax.checkpoint as ocp
 
     with waiting("barrier"):
@@ -164,42 +190,51 @@ def barrier(name: str) -> None:
 
 
 def read_arrays(folder: Path, target: PyTree) -> PyTree:
-    """Fill a pytree of `jax.ShapeDtypeStruct` with shardings, known to fit, from a step's folder.
+    """Return a state with the arrays of a step's folder.
 
-    Each process reads the shards of its own devices.
+    Each process reads only the shards of its own devices.
+
+    Args:
+      folder: the step's folder.
+      target: pytree of `jax.ShapeDtypeStruct` with shardings. Its leaves are known to fit the folder.
     """
     import orbax.checkpoint as ocp
 
     wanted = leaves_by_path(target)
-    stored = {path: plain(leaf) for path, leaf in wanted.items()}
-    filled = {path: leaf for path, leaf in stored.items() if leaf.size}
-    nested = nest(filled)
-    how = jax.tree.map(
+    stored_leaves = {path: to_storable(leaf) for path, leaf in wanted.items()}
+    nonempty_leaves = {path: leaf for path, leaf in stored_leaves.items() if leaf.size}
+    nested = nest(nonempty_leaves)
+    restore_args = jax.tree.map(
         lambda leaf: ocp.ArrayRestoreArgs(
             sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=True
         ),
         nested,
     )
-    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_gigabytes_at_once(filled.values()))
+    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_gigabytes_at_once(nonempty_leaves.values()))
     with ocp.Checkpointer(handler) as reader:
-        found = reader.restore(folder / _ITEM, ocp.args.PyTreeRestore(item=nested, restore_args=how))
-    arrays = dict(zip(filled, unnest(found, list(filled)), strict=True))
-    for path, leaf in stored.items():
+        restored = reader.restore(folder / _ITEM, ocp.args.PyTreeRestore(item=nested, restore_args=restore_args))
+    arrays = dict(zip(nonempty_leaves, unnest(restored, list(nonempty_leaves)), strict=True))
+    for path, leaf in stored_leaves.items():
         if path not in arrays:
             arrays[path] = place(leaf, lambda index, leaf=leaf: np.zeros(leaf.shape, leaf.dtype)[index])
-    leaves = [unplain(arrays[path], describe(leaf)) for path, leaf in wanted.items()]
+    leaves = [from_storable(arrays[path], describe(leaf)) for path, leaf in wanted.items()]
     return jax.tree.unflatten(jax.tree.structure(target), leaves)
 
 
-def read_orbax(who: str, folder: Path, target: PyTree) -> PyTree:
-    """Fill a pytree of `jax.ShapeDtypeStruct` with shardings from a folder of orbax, which may hold more.
+def read_orbax(caller: str, folder: Path, target: PyTree) -> PyTree:
+    """Return a pytree with arrays from a folder that orbax wrote without shardopt.
+
+    Args:
+      caller: the function that the user called, for messages.
+      folder: the folder. It may hold more arrays than the target asks for.
+      target: pytree of `jax.ShapeDtypeStruct` with shardings.
 
     Raises:
-      CheckpointError: if an array is missing, or of another shape.
+      CheckpointError: if an array is missing, or has another shape.
     """
     import orbax.checkpoint as ocp
 
-    how = jax.tree.map(
+    restore_args = jax.tree.map(
         lambda leaf: ocp.ArrayRestoreArgs(
             sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=True
         ),
@@ -207,14 +242,16 @@ def read_orbax(who: str, folder: Path, target: PyTree) -> PyTree:
     )
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         try:
-            return reader.restore(folder, ocp.args.PyTreeRestore(item=target, restore_args=how, partial_restore=True))
+            return reader.restore(
+                folder, ocp.args.PyTreeRestore(item=target, restore_args=restore_args, partial_restore=True)
+            )
         except (ValueError, KeyError, TypeError) as error:
-            what = f"{folder}, written by orbax, does not fit the abstract tree: {error}"
+            problem = f"{folder}, written by orbax, does not fit the abstract tree: {error}"
             fix = "pass the containers, key paths and shapes that were saved; parts of them are enough."
-            raise CheckpointError(format_error(who, what, fix=fix)) from error
+            raise CheckpointError(format_error(caller, problem, fix=fix)) from error
 
 
 def _gigabytes_at_once(leaves: Iterable[ArrayLeaf]) -> int:
-    """Bound the host memory of reads in flight; one read, rounded up to chunks, must always fit."""
-    largest = max((leaf.size * leaf.dtype.itemsize for leaf in leaves), default=0)
-    return max(4, math.ceil(2 * largest / 1e9))
+    """Return a bound of the host memory of reads in flight. One read, rounded up to chunks, must always fit."""
+    largest_bytes = max((leaf.size * leaf.dtype.itemsize for leaf in leaves), default=0)
+    return max(4, math.ceil(2 * largest_bytes / 1e9))

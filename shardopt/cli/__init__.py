@@ -9,10 +9,10 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `shardopt` and return its exit code: 0, 2 for what cannot be done as asked, 130 for a second Ctrl-C."""
+    """Run `shardopt` and return its exit code: 0, 2 for an error in the request, 130 for a second Ctrl-C."""
     try:
         for module in ("tyro", "rich"):
-            require(module, extra="cli", who="shardopt")
+            require(module, extra="cli", caller="shardopt")
     except ModuleNotFoundError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""From the words on the command line to an exit code, and `shardopt launch`: several processes of one job."""
+"""Parse the command line and run a command; `shardopt launch` runs several processes of one job."""
 
 import dataclasses
 import os
@@ -25,32 +25,33 @@ class LaunchOptions:
     """Run a command as several processes of one job on this machine: launch --processes 4 -- train --steps 100.
 
     After -- comes a command of shardopt, a python script that calls so.initialize(), or a program. The output of
-    process 0 is shown. When a process fails the others are ended, and the failure is shown.
+    process 0 is shown. When a process fails, the others are ended, and the failure is shown.
     """
 
     processes: Annotated[str, tyro.conf.arg(metavar="INT|MIN:MAX|INT,INT,...")] = "2"
-    """How many. The simulated devices of train are shared out among them. 1:4 begins with four, and goes on with as many as are \
-left when some are killed; 1,2,4 with as many of these as are left."""
+    """How many processes; train divides its simulated devices among them. 1:4 starts with four, and continues with \
+all that are left when some are killed. 1,2,4 continues with the largest of these numbers that is possible."""
 
     max_restarts: int = 0
-    """How often the job is started again after a failure; train goes on from its last checkpoint."""
+    """How often the job is started again after a failure; train continues from its last checkpoint."""
 
     min_processes: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """With how few processes it may be started again: those that were killed are left out, and of train so many more \
-that the rest can share its devices evenly. By default, none is. --processes 1:4 is --processes 4 --min-processes 1."""
+    """Smallest number of processes for a restart: killed processes are left out. train leaves out more if the \
+others could not share its devices evenly. By default every restart has all processes. --processes 1:4 is \
+--processes 4 --min-processes 1."""
 
     discovery_script: Annotated[str | None, tyro.conf.arg(metavar="COMMAND")] = None
-    """A shell command that prints how many processes can run now. While fewer train than could at first it is asked every few \
-seconds; when there are more again, all are sent SIGTERM, write a checkpoint and start again with more."""
+    """A shell command that prints how many processes can run now. While fewer train than at the start, it is called \
+every few seconds. When more can run, all get SIGTERM, write a checkpoint and start again with more."""
 
     hang_timeout: Annotated[float | None, tyro.conf.arg(metavar="SECONDS")] = None
-    """Seconds without progress of a process that is alive, after which the stacks of all are kept, the one that makes the \
-others wait is named, and the job ends or starts again. What is done the first time, and may compile, may take ten times as \
-long. By default hangs are not looked for."""
+    """Seconds without progress of a live process that count as a hang. Then the stacks of all are saved, the \
+process that delays the others is named, and the job ends or starts again. An action that happens for the first time \
+may compile, so it may take ten times as long. By default hangs are not detected."""
 
     spares: int = 0
-    """How many processes stand by, with jax imported, for the next start: as many as there are, and it need not wait for \
-imports. Each takes the memory of an interpreter with jax."""
+    """How many spare processes wait for the next start, with jax imported, so that a restart does not wait for \
+imports. Each needs the memory of an interpreter with jax."""
 
     log_dir: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """Folder for the log of each process. By default logs in the run's folder for train, else runs/launch."""
@@ -58,14 +59,15 @@ imports. Each takes the memory of an interpreter with jax."""
 
 @dataclasses.dataclass(frozen=True)
 class VaultOptions:
-    """Keep snapshots of the train state in this host's memory, for a job of several hosts: once on each, beside the job.
+    """Hold snapshots of the train state in this host's memory, for a job of several hosts: run it once on each host.
 
-    The job finds them by SHARDOPT_VAULTS=host0:8477,host1:8477, in the order of its processes, and so.Checkpoints(memory_every=20).
-    Whoever asks has to know SHARDOPT_VAULT_TOKEN, which must be set here and there. Under shardopt launch none of it is needed.
+    The job finds the vaults through SHARDOPT_VAULTS=host0:8477,host1:8477, in the order of its processes, and takes
+    snapshots with so.Checkpoints(memory_every=20). Set the same SHARDOPT_VAULT_TOKEN for the vaults and for the job:
+    every request needs it. Under shardopt launch none of this is needed.
     """
 
     port: int = 8477
-    """Where it listens, over the network of the job."""
+    """Port on which it listens, over the network of the job."""
 
 
 Options = TrainOptions | LaunchOptions | VaultOptions | PlanOptions | AuditOptions | ScheduleOptions
@@ -81,9 +83,10 @@ _COMMANDS: dict[str, type[Options]] = {
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code, as `shardopt.cli.main`.
+    """Run one command and return its exit code, like `shardopt.cli.main`.
 
-    One of several processes that fails ends here, without returning: it would wait for the others, and they for it.
+    If one of several processes fails, this ends the process without returning. Otherwise it would wait for the
+    others, and they for it.
     """
     words, command = split_words(sys.argv[1:] if arguments is None else arguments)
     options = parse(words)
@@ -113,40 +116,40 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words before the first --, and those after it: the command of `launch`."""
+    """Return the words before the first --, and the words after it: the command of `launch`."""
     words = list(words)
-    at = words.index("--") if "--" in words else len(words)
-    return words[:at], words[at + 1 :]
+    separator = words.index("--") if "--" in words else len(words)
+    return words[:separator], words[separator + 1 :]
 
 
 def parse(words: Sequence[str], train_defaults: TrainOptions | None = None) -> Options:
-    """Return the options of the command that the words name; those of train where they say nothing may be given."""
+    """Return the options of the command in the words. `train_defaults` replaces the default options of train."""
     app = tyro.extras.SubcommandApp()
-    for name, kind in _COMMANDS.items():
-        default = train_defaults if train_defaults is not None and kind is TrainOptions else kind()
-        app.command(name=name)(_returns_options(kind, default))
+    for name, options_type in _COMMANDS.items():
+        default = train_defaults if train_defaults is not None and options_type is TrainOptions else options_type()
+        app.command(name=name)(_returns_options(options_type, default))
     style = (tyro.conf.HelptextFromCommentsOff,)
     return app.cli(prog="shardopt", description="Train models sharded over devices.", args=words, config=style)
 
 
-def _returns_options(kind: type[Options], default: Options) -> Callable[..., Options]:
-    """Return a function of the options of one command, which tyro reads off its signature."""
+def _returns_options(options_type: type[Options], default: Options) -> Callable[..., Options]:
+    """Return a function with the options of one command as its parameter; tyro reads its signature."""
 
     def command(options=default):
         return options
 
-    command.__annotations__ = {"options": Annotated[kind, tyro.conf.arg(name="")]}
-    command.__doc__ = kind.__doc__
+    command.__annotations__ = {"options": Annotated[options_type, tyro.conf.arg(name="")]}
+    command.__doc__ = options_type.__doc__
     return command
 
 
 def _train(words: Sequence[str], options: TrainOptions) -> None:
     if options.run.resume:
-        saved = read_options(options.run.run_dir)
-        here = dataclasses.replace(saved.run, run_dir=options.run.run_dir, memory_every=None, debug=False)
-        before = dataclasses.replace(saved, run=here)
-        options = _parse_train(words, saved_defaults(before, now=_parse_train(words, before)))
-    from shardopt.cli.train import train  # no sooner: asking for help need not wait for it
+        stored_options = read_options(options.run.run_dir)
+        saved_run = dataclasses.replace(stored_options.run, run_dir=options.run.run_dir, memory_every=None, debug=False)
+        saved_options = dataclasses.replace(stored_options, run=saved_run)
+        options = _parse_train(words, saved_defaults(saved_options, current=_parse_train(words, saved_options)))
+    from shardopt.cli.train import train  # imported late, so that --help is fast
 
     train(options)
 
@@ -157,23 +160,23 @@ def _parse_train(words: Sequence[str], defaults: TrainOptions | None = None) -> 
     return options
 
 
-def saved_defaults(before: TrainOptions, now: TrainOptions) -> TrainOptions:
-    """Return the saved options without those that have no meaning under the strategy or schedule asked for now."""
-    before = dataclasses.replace(before, communication=with_meaning(before.communication, now))
-    if not now.is_hybrid:
-        return dataclasses.replace(before, pipeline=Pipeline())
-    if now.pipeline.schedule != before.pipeline.schedule:
-        return dataclasses.replace(before, pipeline=dataclasses.replace(before.pipeline, chunks=None))
-    return before
+def saved_defaults(saved: TrainOptions, current: TrainOptions) -> TrainOptions:
+    """Return the saved options, without options that have no meaning under the current strategy or schedule."""
+    saved = dataclasses.replace(saved, communication=with_meaning(saved.communication, current))
+    if not current.is_hybrid:
+        return dataclasses.replace(saved, pipeline=Pipeline())
+    if current.pipeline.schedule != saved.pipeline.schedule:
+        return dataclasses.replace(saved, pipeline=dataclasses.replace(saved.pipeline, chunks=None))
+    return saved
 
 
 def launch(options: LaunchOptions, command: Sequence[str]) -> int:
-    """Run the command that came after -- as the options say, and return its exit code."""
+    """Run the command after -- as several processes, and return its exit code."""
     if not command:
         example = "shardopt launch --processes 4 -- train --steps 100"
         raise ValueError(format_error("launch", "there is no command to launch.", fix=f"say it after --: {example}"))
-    training = _parse_train(command) if command[0] == "train" else None
-    folder = training.run.run_dir if training else None
+    train_options = _parse_train(command) if command[0] == "train" else None
+    folder = train_options.run.run_dir if train_options else None
     counts = parse_processes(options.processes, options.min_processes)
     return run_processes(
         lambda attempt: child_command(command, folder, attempt),
@@ -184,22 +187,22 @@ def launch(options: LaunchOptions, command: Sequence[str]) -> int:
         discovery_script=options.discovery_script,
         hang_timeout=options.hang_timeout,
         spares=options.spares,
-        can_share=lambda count: count in counts and (training is None or training.where.devices % count == 0),
+        can_share=lambda count: count in counts and (train_options is None or train_options.where.devices % count == 0),
     )
 
 
 def keep(options: VaultOptions) -> None:
-    """Keep snapshots until this process is ended."""
+    """Run a vault until this process is ended."""
     if not os.environ.get(TOKEN):
-        what = f"{TOKEN} is not set: anybody could read the train state, or put another in its place."
+        problem = f"{TOKEN} is not set: anybody could read the train state, or put another in its place."
         raise ValueError(
-            format_error("vault", what, fix=f"export {TOKEN}=$(openssl rand -hex 16), here and for the job.")
+            format_error("vault", problem, fix=f"export {TOKEN}=$(openssl rand -hex 16), here and for the job.")
         )
     keep_snapshots(options.port, os.environ[TOKEN])
 
 
-def parse_processes(text: str, least: int | None = None) -> Sequence[int]:
-    """Return the numbers of processes that --processes allows, with --min-processes where that is given.
+def parse_processes(text: str, min_processes: int | None = None) -> Sequence[int]:
+    """Return the numbers of processes that --processes and --min-processes allow.
 
     Example:
       >>> list(parse_processes("4")), list(parse_processes("2:4")), list(parse_processes("1,2,4"))
@@ -213,22 +216,22 @@ def parse_processes(text: str, least: int | None = None) -> Sequence[int]:
     if not counts or (":" in text and (len(counts) > 2 or counts[0] > counts[-1])):
         fix = "write 4, 1:4 for as many as are left down to one, or 1,2,4 for as many of these."
         raise ValueError(format_error("launch", f"--processes {text} cannot be read.", fix=fix))
-    if least is not None and len(counts) > 1:
-        what = f"--processes {text} and --min-processes {least} both say how few are enough."
-        raise ValueError(format_error("launch", what, fix="leave --min-processes out."))
-    if ":" in text or least is not None:
-        return range(min(counts[0], least or counts[0]), counts[-1] + 1)
+    if min_processes is not None and len(counts) > 1:
+        problem = f"--processes {text} and --min-processes {min_processes} both say how few are enough."
+        raise ValueError(format_error("launch", problem, fix="leave --min-processes out."))
+    if ":" in text or min_processes is not None:
+        return range(min(counts[0], min_processes or counts[0]), counts[-1] + 1)
     return counts
 
 
 def child_command(words: Sequence[str], run_dir: Path | None, attempt: int) -> list[str]:
-    """Return what one process runs: of train, which has a run folder, with --resume after a failure."""
+    """Return the command of one process; a restart of train gets --resume if there is a checkpoint."""
     if words[0].endswith(".py"):
         return [sys.executable, *words]
     if run_dir is None:
         return list(words)
-    again = attempt and "--resume" not in words and committed(run_dir / CHECKPOINTS)
-    return [sys.executable, "-m", "shardopt.cli", *words, *(["--resume"] if again else [])]
+    resumes = attempt and "--resume" not in words and committed(run_dir / CHECKPOINTS)
+    return [sys.executable, "-m", "shardopt.cli", *words, *(["--resume"] if resumes else [])]
 
 
 def _print_error(error: BaseException) -> None:

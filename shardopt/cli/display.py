@@ -1,4 +1,4 @@
-"""What `shardopt train` shows a person: the run, the placement of every leaf, the result, and the loss curve."""
+"""The output of `shardopt train` for people: the run, the placement of every leaf, the result, and the loss curve."""
 
 import os
 import shlex
@@ -32,7 +32,7 @@ _COLOURS = {
 
 
 def open_screen() -> "Console":
-    """Return a console on standard output, mute on all processes but the first."""
+    """Return a console on standard output; it prints only on the first process."""
     from rich.console import Console
 
     return Console(quiet=jax.process_index() != 0, highlight=False)
@@ -46,10 +46,10 @@ def show_run(
     windows: Windows,
     held_out: Windows,
 ) -> None:
-    """Show what is about to run."""
+    """Show the options of the run before it starts."""
     from rich.table import Table
 
-    training, model, inner = options.training, options.model, opt.config
+    training, model, config = options.training, options.model, opt.config
     text = "Python's standard library" if training.data is None else str(training.data)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
@@ -61,19 +61,19 @@ def show_run(
     table.add_row(
         "step",
         f"{training.batch_size} x {model.length} bytes"
-        + (f" in {inner.micro_batches} micro-batches" if inner.micro_batches > 1 else ""),
+        + (f" in {config.micro_batches} micro-batches" if config.micro_batches > 1 else ""),
     )
     table.add_row("optimizer", f"{training.optimizer}, learning rate up to {training.learning_rate:g}")
     table.add_row("devices", describe_devices(opt.mesh.devices.size))
     table.add_row("mesh", _mesh_text(opt.config.mesh_shape))
-    for label, line in [*schedule_lines(options, inner.schedule), *describe(options.communication)]:
+    for label, line in [*schedule_lines(options, config.schedule), *describe(options.communication)]:
         table.add_row(label, line)
     screen.print()
     screen.print(table)
 
 
 def describe_devices(count: int) -> str:
-    """Return "8 CPU devices, simulated on 2 cores", or "8 NVIDIA H200; --devices is for simulated ones"."""
+    """Return a text such as "8 CPU devices, simulated on 2 cores" or "8 NVIDIA H200, which are there; ..."."""
     device = jax.devices()[0]
     if device.platform == "cpu":
         return f"{plural(count, 'CPU device')}, simulated on {plural(_cores(), 'core')}"
@@ -81,7 +81,7 @@ def describe_devices(count: int) -> str:
 
 
 def schedule_lines(options: TrainOptions, schedule: Schedule | None) -> list[tuple[str, str]]:
-    """Return what is shown of the schedule of a hybrid run: a label and a line each."""
+    """Return (label, line) pairs that describe the schedule of a hybrid run."""
     if not options.is_hybrid:
         return []
     if schedule is None:
@@ -104,7 +104,7 @@ def show_placement(screen: "Console", options: TrainOptions, opt: so.ShardedOpti
     from rich.table import Table
 
     report = opt.config.report()
-    same = all(row.params == row.opt_state for row in report.rows)
+    is_one_column = all(row.params == row.opt_state for row in report.rows)
     table = Table(
         title=f"{_strategy_text(options)}: what each device holds",
         title_justify="left",
@@ -112,16 +112,16 @@ def show_placement(screen: "Console", options: TrainOptions, opt: so.ShardedOpti
         box=box.SIMPLE_HEAD,
     )
     table.add_column("leaf", no_wrap=True)
-    table.add_column("parameters and optimizer state" if same else "parameters")
-    if not same:
+    table.add_column("parameters and optimizer state" if is_one_column else "parameters")
+    if not is_one_column:
         table.add_column("optimizer state")
     table.add_column("bytes", justify="right", no_wrap=True)
     table.add_column("of", justify="right", style="dim", no_wrap=True)
     for row in report.rows:
-        splits = [split_text(row.shape, row.params)] + ([] if same else [split_text(row.shape, row.opt_state)])
+        splits = [split_text(row.shape, row.params)] + ([] if is_one_column else [split_text(row.shape, row.opt_state)])
         table.add_row(row.path, *splits, f"{row.bytes_per_device:,}", f"{row.bytes_total:,}")
     table.add_section()
-    blanks = [""] * (1 if same else 2)
+    blanks = [""] * (1 if is_one_column else 2)
     table.add_row(
         "all parameters",
         *blanks,
@@ -156,32 +156,32 @@ def split_text(shape: tuple[int, ...], spec: PartitionSpec) -> "Text":
 
 
 def show_order_changes(screen: "Console", changes: list[str]) -> None:
-    """Say why a resumed run does not go on in its text where it was, if so."""
+    """Show why a resumed run does not continue at the same place in its text, if there are such reasons."""
     if changes:
         screen.print(f"The batches come in a new order: {'; '.join(changes)}.\n", markup=False, soft_wrap=True)
 
 
 def show_stopped(screen: "Console", options: TrainOptions, result: so.FitResult) -> None:
-    """Say that a signal ended the run, and how to go on."""
+    """Show that a signal ended the run, and the command that continues it."""
     say(screen, f"\n{result.goodput}")
     screen.print(f"Stopped at step {result.step} of {options.training.steps}; everything is saved. Go on with")
     screen.print(f"  {resume_command(options)}", style="bold", soft_wrap=True, markup=False)
 
 
 def resume_command(options: TrainOptions) -> str:
-    """Return the command that goes on with this run."""
+    """Return the command that continues this run."""
     return f"shardopt train --resume --run-dir {shlex.quote(str(options.run.run_dir))}"
 
 
 def say(screen: "Console", line: str) -> None:
-    """Say something in a line of its own."""
+    """Print a line without markup."""
     screen.print(line, markup=False, soft_wrap=True)
 
 
 def show_result(
     screen: "Console", options: TrainOptions, result: so.FitResult, prompt: str, text: str, traffic: Traffic | None
 ) -> None:
-    """Show the validation loss, what was sent for it, a sample, and where everything is."""
+    """Show the validation loss, the bytes sent, a sample of text, and the files of the run."""
     from rich.text import Text
 
     losses = [line["val_loss"] for line in result.history if "val_loss" in line]
@@ -206,18 +206,18 @@ def show_result(
 
 
 def indented(text: str) -> str:
-    r"""Return the text with its lines moved in, and a dot for what would disturb a terminal.
+    r"""Return the text with indented lines; a dot replaces characters that would disturb a terminal.
 
     Example:
       >>> indented("def f():\n    pass\x1b")
       'def f():\n      pass·'
     """
-    shown = "".join(char if char.isprintable() or char in "\n\t" else "·" for char in text)
-    return shown.replace("\n", "\n  ")
+    printable = "".join(char if char.isprintable() or char in "\n\t" else "·" for char in text)
+    return printable.replace("\n", "\n  ")
 
 
 def _cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)  # not on every system
+    affinity = getattr(os, "sched_getaffinity", None)  # some systems do not have it
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
@@ -236,11 +236,11 @@ _BLUE, _ORANGE, _GREY = "#3b6ea8", "#d1495b", "#6b7280"
 
 
 def draw_curve(metrics: Sequence[dict[str, float]], path: Path) -> None:
-    """Draw training and validation loss over the steps into a PNG."""
+    """Draw training and validation loss over the steps as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    # Not pyplot, which would choose a backend for the process.
+    # pyplot would choose a backend for the process, so it is not used.
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

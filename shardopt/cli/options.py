@@ -1,4 +1,4 @@
-"""What `shardopt train` can be told: one dataclass a group of its help, every field an option; optimizers by name."""
+"""The options of `shardopt train`: one dataclass per group of its help, one field per option; optimizers by name."""
 
 import ast
 import dataclasses
@@ -14,9 +14,10 @@ import tyro
 
 from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error
+from shardopt.engine.config import PlacementName
+from shardopt.engine.options import OPTIONS
 
-Strategy = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid"]
-Placement = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
+Strategy = Literal[PlacementName, "hybrid"]
 ScheduleName = Literal[
     "eager_one_f_one_b",
     "one_f_one_b",
@@ -29,107 +30,132 @@ ScheduleName = Literal[
     "zero_bubble_lockstep",
     "dual_pipe_v",
 ]
-SCHEDULES = "{" + ",".join(get_args(ScheduleName)) + "}"
 Outer = Literal["nesterov", "sgd", "average"]
+DtypeName = Literal["bfloat16", "float16", "float32"]
+
+
+def choices(names: Any) -> str:
+    """Return how help shows the choices of a `Literal`.
+
+    Example:
+      >>> choices(Outer)
+      '{nesterov,sgd,average}'
+    """
+    return "{" + ",".join(get_args(names)) + "}"
+
+
+def meaning(option: str) -> str:
+    """Return the first sentence of the meaning of an option of strategies.
+
+    Example:
+      >>> meaning("micro_batches")
+      'The number of pieces that each device cuts its rows into.'
+    """
+    sentence = OPTIONS[option].meaning.partition(". ")[0]
+    return f"{sentence[0].upper()}{sentence[1:].rstrip('.')}."
 
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """Where it runs."""
+    """Devices, mesh and strategy."""
 
     devices: int = 8
-    """How many CPU devices to simulate where there is no accelerator. With one, those that are there are used."""
+    """How many CPU devices to simulate if there is no accelerator. Otherwise all accelerators are used."""
 
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=SIZE,...")] = "auto"
-    """Sizes of the mesh axes replica, data, tensor, context, expert and, for hybrid, pipeline; one may be -1. By default tensor gets \
-2 where there are four devices or more, and data the rest: data=4,tensor=2 of eight. With hybrid pipeline gets 2 \
-first: data=2,tensor=2,pipeline=2 of eight. And before all of them replica gets --replicas."""
+    """Sizes of the mesh axes replica, data, tensor, context, expert and, for hybrid, pipeline; one may be -1. By \
+default, with four devices or more, tensor is 2 and data takes all others: data=4,tensor=2 for eight devices. With \
+hybrid, pipeline is 2 too: data=2,tensor=2,pipeline=2 for eight. The axis replica is --replicas and is set first."""
 
     strategy: Strategy = "fsdp"
-    """What is sharded over data: nothing (ddp), optimizer state (zero1), gradients too (zero2), parameters too \
-(zero3, fsdp; fsdp gathers one block at a time). Hybrid cuts the model into stages too, one for each place \
+    """Which arrays are sharded over data: none (ddp), optimizer state (zero1), gradients too (zero2), parameters too \
+(zero3, fsdp; fsdp gathers one block at a time). Hybrid also divides the model into stages, one for each position \
 on the pipeline axis."""
 
-    micro_batches: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Parts of a batch that are worked on one after another: to save memory, and with hybrid to keep all stages \
-busy. By default 1; with a pipeline twice as many as stages, or as many where twice does not divide the batch."""
+    micro_batches: Annotated[
+        int | None,
+        tyro.conf.arg(
+            metavar="INT",
+            help=f"{meaning('micro_batches')} Micro-batches save memory, and keep all stages of hybrid busy. By default 1; "
+            "with a pipeline twice as many as stages, or as many as stages if twice does not divide the batch.",
+        ),
+    ] = None
 
     gather_dtype: Annotated[
-        Literal["bfloat16", "float16", "float32"] | None, tyro.conf.arg(metavar="{bfloat16,float16,float32}")
+        DtypeName | None,
+        tyro.conf.arg(
+            metavar=choices(DtypeName),
+            help=f"{meaning('gather_dtype')} Masters stay float32. For fsdp, and for hybrid with --placement fsdp or zero3.",
+        ),
     ] = None
-    """Dtype in which fsdp gathers weights and computes; masters stay float32. For hybrid too, if its placement \
-gathers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """How stages work together, for --strategy hybrid. Each stage has a place on the mesh axis pipeline."""
+    """Pipeline stages, for --strategy hybrid. Each stage has a position on the mesh axis pipeline."""
 
-    placement: Annotated[Placement | None, tyro.conf.arg(metavar="{ddp,zero1,zero2,zero3,fsdp}")] = None
-    """What is sharded over data, in the words of --strategy. By default fsdp."""
+    placement: Annotated[PlacementName | None, tyro.conf.arg(metavar=choices(PlacementName))] = None
+    """Which arrays are sharded over data, with the names of --strategy. By default fsdp."""
 
-    schedule: Annotated[
-        ScheduleName | None,
-        tyro.conf.arg(metavar=SCHEDULES),
-    ] = None
-    """When each stage works on which micro-batch. By default eager_one_f_one_b."""
+    schedule: Annotated[ScheduleName | None, tyro.conf.arg(metavar=choices(ScheduleName))] = None
+    """The order in which stages process micro-batches. By default eager_one_f_one_b."""
 
     chunks: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Parts of the model on each stage, for interleaved and looped_breadth_first (by default 2), zero_bubble and
     zero_bubble_lockstep (1)."""
 
     send_ahead: bool = False
-    """Send messages while the next tick runs: stages that do different things at a time then keep their own pace."""
+    """Send messages while the next tick runs: stages with different work then wait less for each other."""
 
     remat: bool = False
     """Keep only the input of each chunk, and run its forward again in the backward pass: less memory, more work."""
 
     regather: bool = True
-    """Gather the weights of a block in every pass. --no-regather: once a step, which sends less and holds more."""
+    """Gather the weights of a block in every pass. --no-regather: once a step, with less traffic, more memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Communication:
-    """What is sent less often, or in fewer bits."""
+    """Communication less often, or in fewer bits."""
 
     replicas: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Copies of the model, the mesh axis replica. Their gradients are averaged in every step, unless --sync-every says otherwise."""
+    """Copies of the model, the mesh axis replica. Without --sync-every their gradients are averaged in every step."""
 
     sync_every: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Local updates: steps between synchronizations of the replicas (DiLoCo, or Local SGD with --outer average)."""
 
-    outer: Annotated[Outer | None, tyro.conf.arg(metavar="{nesterov,sgd,average}")] = None
-    """How replicas synchronize: an outer step of sgd, with Nesterov momentum or without, on their mean update; or \
-their average. By default nesterov."""
+    outer: Annotated[Outer | None, tyro.conf.arg(metavar=choices(Outer))] = None
+    """How replicas synchronize: an outer step of sgd on their mean update, with Nesterov momentum or without; or \
+the average of their parameters. By default nesterov."""
 
     outer_lr: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
-    """Learning rate of nesterov and sgd. By default 0.7 with momentum, 1 without."""
+    """Learning rate of the outer step. By default 0.7 for nesterov, 1 for sgd."""
 
     outer_momentum: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
-    """Momentum of nesterov (by default 0.9) and sgd (0)."""
+    """Momentum of the outer step. By default 0.9 for nesterov, 0 for sgd."""
 
     fragments: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Parts of the model that synchronize one after another, each every --sync-every steps (Streaming DiLoCo). By \
 default 1."""
 
     delay: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Steps for which replicas train on while a synchronization is on its way. By default 0."""
+    """Steps that replicas train while a synchronization is in progress. By default 0."""
 
     mix: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
-    """Share of its own parameters that a replica keeps at a synchronization. By default 0."""
+    """Weight of a replica's own parameters in the mixture at a synchronization. By default 0."""
 
     warmup_sync_steps: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Steps at first in which gradients are averaged over replicas, with --outer average. By default 0."""
+    """Number of first steps in which gradients are averaged over replicas, with --outer average. By default 0."""
 
     reducer: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """How a mean is sent in fewer bits: bf16, int8, sign, top_k or power_sgd, with arguments if wanted, \
-'top_k(density=0.05)'. That of the gradients of ddp or hybrid; with --sync-every that of the outer gradients."""
+    """How a mean is sent in fewer bits: bf16, int8, sign, top_k or power_sgd, optionally with arguments, \
+'top_k(density=0.05)'. It reduces the gradients of ddp or hybrid; with --sync-every the outer gradients."""
 
     error_feedback: bool = True
-    """Send later what a reducer left out. Not for bf16."""
+    """Send the error of a reducer in later steps. Not for bf16."""
 
     reducer_warmup_steps: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Exact means at first, before the reducer takes over: so many steps, or synchronizations of replicas. By default 0."""
+    """Number of first steps, or synchronizations of replicas, with exact means instead of the reducer. By default 0."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,16 +163,16 @@ class Model:
     """The model, a decoder-only transformer over bytes."""
 
     model: Literal["gpt", "moe"] = "gpt"
-    """With one mlp in each block, or with a mixture of experts; an axis expert of the mesh shards these."""
+    """One mlp in each block (gpt), or a mixture of experts (moe). The mesh axis expert shards the experts."""
 
     dim: int = 192
     """Width of the residual stream."""
 
     layers: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Number of blocks. By default 2; with a pipeline, one a stage and chunk."""
+    """Number of blocks. By default 2, or with a pipeline one per stage and chunk if that is more."""
 
     heads: int = 4
-    """Attention heads; the tensor axis takes some each."""
+    """Attention heads; the tensor axis shards them."""
 
     length: int = 128
     """Bytes of context."""
@@ -158,33 +184,33 @@ class Model:
     """Experts that each byte goes through; together they have as many hidden units as the mlp of a gpt."""
 
     balance: Literal["bias", "loss", "sequence_loss", "none"] = "bias"
-    """What keeps the loads of experts equal: biases of the choice, or a loss over the batch or of each sequence."""
+    """How the loads of experts are kept equal: biases of the routing, or a loss over the batch or each sequence."""
 
     precision: Annotated[Literal["int8", "fp8"] | None, tyro.conf.arg(metavar="{int8,fp8}")] = None
-    """Multiply by the weights of blocks of a gpt in 8 bits. By default in the dtype that weights have when they are used."""
+    """Multiply by the weights of a gpt's blocks in 8 bits. By default in the dtype of the computation."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """How it learns."""
+    """Steps, batches and optimizer."""
 
     steps: int = 600
-    """Steps to train to, those of a resumed run included."""
+    """Total steps, including the steps before a resume."""
 
     batch_size: int = 16
     """Sequences in a step, over all devices."""
 
     optimizer: str = "adamw"
-    """Any optax optimizer with a learning rate, with arguments if wanted: lion, contrib.muon, 'adamw(b2=0.99)'."""
+    """Any optax optimizer with a learning rate, optionally with arguments: lion, contrib.muon, 'adamw(b2=0.99)'."""
 
     learning_rate: float = 2e-3
-    """Peak of the learning rate, after a linear warm-up over a tenth of the steps; then it falls as a cosine."""
+    """Peak of the learning rate. It rises linearly over a tenth of the steps, then falls as a cosine."""
 
     clip: float = 1.0
-    """Largest global norm of the gradient; 0 does not clip."""
+    """Largest global norm of the gradient; 0 for no clipping."""
 
     seed: int = 0
-    """Decides the initial parameters and the order of the data."""
+    """Seed of the initial parameters and of the order of the text."""
 
     data: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """A text file, or a folder of them. By default the source code of Python's standard library."""
@@ -192,14 +218,14 @@ class Training:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What is kept."""
+    """Folder, checkpoints and logs of the run."""
 
     run_dir: Path = Path("runs/default")
-    """Folder for checkpoints, metrics.jsonl, config.json, loss.png and, of a pipeline, schedule.png."""
+    """Folder for checkpoints, metrics.jsonl, config.json, loss.png and, with a pipeline, schedule.png."""
 
     resume: bool = False
-    """Go on with the run in the folder, with its options where none are given here: mesh, strategy, devices and \
-steps may be others."""
+    """Continue the run in the folder. Options that are not set here keep their saved values; mesh, strategy, \
+devices and steps may change."""
 
     checkpoint_every: int = 100
     """Steps between checkpoints; the last two and the best are kept."""
@@ -214,7 +240,7 @@ steps may be others."""
     """Write TensorBoard events too."""
 
     debug: bool = False
-    """Show where in the code an error was raised."""
+    """Show the traceback of an error."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,12 +265,12 @@ class TrainOptions:
 
     @property
     def placement(self) -> str:
-        """What is sharded over data: the strategy, or the placement of hybrid."""
+        """The placement: the strategy itself, or the placement of hybrid."""
         return self.pipeline.placement or "fsdp" if self.is_hybrid else self.where.strategy
 
 
 def to_json(options: TrainOptions) -> dict[str, dict[str, object]]:
-    """Return the options as nested dicts that survive JSON."""
+    """Return the options as nested dicts of JSON values."""
     return {
         group: {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
         for group, values in dataclasses.asdict(options).items()
@@ -252,98 +278,100 @@ def to_json(options: TrainOptions) -> dict[str, dict[str, object]]:
 
 
 def from_json(saved: dict[str, Any]) -> TrainOptions:
-    """Return the options that `to_json` saved; what it did not know takes its default."""
+    """Return the options that `to_json` saved; an option that is missing gets its default."""
     groups = {}
     for group in dataclasses.fields(TrainOptions):
-        made = group.default_factory()  # type: ignore[misc]
-        known = {
+        defaults = group.default_factory()  # type: ignore[misc]
+        saved_values = {
             field.name: Path(value) if field.name in ("data", "run_dir") and value is not None else value
-            for field in dataclasses.fields(made)
+            for field in dataclasses.fields(defaults)
             if (value := saved.get(group.name, {}).get(field.name, dataclasses.MISSING)) is not dataclasses.MISSING
         }
-        groups[group.name] = dataclasses.replace(made, **known)
+        groups[group.name] = dataclasses.replace(defaults, **saved_values)
     return TrainOptions(**groups)
 
 
-_NOT_ENOUGH = frozenset({"contrib.sophia"})
-"""Optimizers that need the loss function of each batch when they are made."""
+_NEEDS_MORE = frozenset({"contrib.sophia"})
+"""Optimizers whose constructor also needs the loss function of each batch."""
 
 
 def make_optimizer(text: str, *, learning_rate: float, steps: int, clip: float) -> optax.GradientTransformation:
-    """Return an optimizer whose learning rate warms up for a tenth of the steps and falls as a cosine to a tenth.
+    """Return an optimizer whose learning rate rises for a tenth of the steps and then falls as a cosine to a tenth.
 
     Args:
       text: a name in optax, such as "adamw" or "contrib.muon", or a call of it with keyword arguments, such as
         "adamw(b2=0.99)".
       learning_rate: the peak.
-      steps: of the whole run.
+      steps: total steps of the run.
       clip: the largest global norm of the gradient; 0 for none.
     """
     _check("--learning-rate", learning_rate > 0, "above 0", learning_rate)
     check_count("train", "--steps", steps)
     _check("--clip", clip >= 0, "at least 0", clip)
     factory, arguments = find_optimizer(text)
-    # Injected, so that optimizers that know nothing of schedules follow it too, and the rate is in the state.
-    fixed = [parameter for parameter in inspect.signature(factory).parameters if parameter != "learning_rate"]
-    tx = optax.inject_hyperparams(factory, static_args=fixed)(make_schedule(learning_rate, steps), **arguments)
+    # inject_hyperparams makes optimizers without schedules follow one too, and puts the rate into the state.
+    static_args = [parameter for parameter in inspect.signature(factory).parameters if parameter != "learning_rate"]
+    tx = optax.inject_hyperparams(factory, static_args=static_args)(make_schedule(learning_rate, steps), **arguments)
     return optax.chain(optax.clip_by_global_norm(clip), tx) if clip else tx
 
 
 def make_schedule(peak: float, steps: int) -> optax.Schedule:
-    """Return the learning rate as a function of the step: up in a line, down as a cosine."""
+    """Return the learning rate as a function of the step: a linear rise, then a cosine."""
     warmup = max(1, steps // 10)
-    # From peak / warmup rather than 0, so that the first step counts.
+    # It starts at peak / warmup rather than 0, so that the first step has an effect.
     return optax.warmup_cosine_decay_schedule(peak / warmup, peak, warmup, max(steps, warmup + 1), peak / 10)
 
 
 def find_optimizer(text: str) -> tuple[Callable[..., optax.GradientTransformation], dict[str, Any]]:
-    """Return the function of optax that a text such as "adamw" or "contrib.muon(beta=0.9)" names, and its arguments."""
+    """Return the optax function and the arguments in a text such as "adamw" or "contrib.muon(beta=0.9)"."""
     name, arguments = read_call("--optimizer", text, example="adamw(b2=0.99)")
-    known, name = optimizers(), name.removeprefix("optax.")
-    if name not in known:
-        same = [other for other in known if other.split(".")[-1] == name.split(".")[-1]]
-        close = same or difflib.get_close_matches(name, known, n=4)
-        fix = f"did you mean {' or '.join(close)}?" if close else f"choose one of {', '.join(known)}."
-        what = f"optax has no optimizer {name!r} that a learning rate is enough for."
-        raise ValueError(format_error("train", what, fix=fix))
-    taken = [parameter for parameter in inspect.signature(known[name]).parameters if parameter != "learning_rate"]
-    check_keywords(f"--optimizer {name}", arguments, taken)
-    return known[name], arguments
+    functions, name = optimizers(), name.removeprefix("optax.")
+    if name not in functions:
+        same_name = [candidate for candidate in functions if candidate.split(".")[-1] == name.split(".")[-1]]
+        suggestions = same_name or difflib.get_close_matches(name, functions, n=4)
+        fix = f"did you mean {' or '.join(suggestions)}?" if suggestions else f"choose one of {', '.join(functions)}."
+        problem = f"optax has no optimizer {name!r} that a learning rate is enough for."
+        raise ValueError(format_error("train", problem, fix=fix))
+    keywords = [
+        parameter for parameter in inspect.signature(functions[name]).parameters if parameter != "learning_rate"
+    ]
+    check_keywords(f"--optimizer {name}", arguments, keywords)
+    return functions[name], arguments
 
 
 def optimizers() -> dict[str, Callable[..., optax.GradientTransformation]]:
-    """Return the optimizers of optax, by name, for which a learning rate is enough.
+    """Return, by name, the optimizers of optax that need no argument except a learning rate.
 
     Example:
       >>> {"adamw", "lion", "contrib.muon"} <= set(optimizers())
       True
     """
-    found = {}
+    functions = {}
     for prefix, module in (("", optax), ("contrib.", optax.contrib)):
         for name, function in inspect.getmembers(module, inspect.isfunction):
-            if prefix + name in _NOT_ENOUGH or name.startswith(("_", "scale_by_")):
+            if prefix + name in _NEEDS_MORE or name.startswith(("_", "scale_by_")):
                 continue
             if _needs_only_a_learning_rate(function):
-                found[prefix + name] = function
-    return found
+                functions[prefix + name] = function
+    return functions
 
 
 def _needs_only_a_learning_rate(function: Callable[..., object]) -> bool:
     parameters = inspect.signature(function).parameters
-    others = [parameter for name, parameter in parameters.items() if name != "learning_rate"]
-    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    other_parameters = [parameter for name, parameter in parameters.items() if name != "learning_rate"]
+    variadic_kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     return "learning_rate" in parameters and all(
-        parameter.default is not parameter.empty or parameter.kind in kinds for parameter in others
+        parameter.default is not parameter.empty or parameter.kind in variadic_kinds for parameter in other_parameters
     )
 
 
-def _check(option: str, good: bool, wanted: str, value: float) -> None:
-    if not good:
-        raise ValueError(f"train: {option} must be {wanted}, got {value}.")
+def _check(option: str, is_valid: bool, requirement: str, value: float) -> None:
+    if not is_valid:
+        raise ValueError(f"train: {option} must be {requirement}, got {value}.")
 
 
 def read_call(option: str, text: str, *, example: str) -> tuple[str, dict[str, Any]]:
-    """Return the name and the arguments in "adamw" or "adamw(b2=0.99, nesterov=True)".
+    """Return the name and the arguments of a text such as "adamw" or "adamw(b2=0.99, nesterov=True)".
 
     Example:
       >>> read_call("--reducer", "top_k(density=0.05)", example="")
@@ -361,19 +389,19 @@ def read_call(option: str, text: str, *, example: str) -> tuple[str, dict[str, A
     return ast.unparse(call.func), arguments
 
 
-def check_keywords(what: str, arguments: dict[str, object], taken: Sequence[str], note: str = "") -> None:
-    """Refuse arguments that are not among those taken."""
-    if wrong := sorted(set(arguments) - set(taken)):
-        unknown = f"{what} has no argument {' or '.join(map(repr, wrong))}."
-        raise ValueError(format_error("train", unknown, fix=f"it takes {', '.join(taken) or 'none'}{note}."))
+def check_keywords(function_text: str, arguments: dict[str, object], keywords: Sequence[str], note: str = "") -> None:
+    """Refuse arguments that are not among the allowed keywords."""
+    if unknown_names := sorted(set(arguments) - set(keywords)):
+        problem = f"{function_text} has no argument {' or '.join(map(repr, unknown_names))}."
+        raise ValueError(format_error("train", problem, fix=f"it takes {', '.join(keywords) or 'none'}{note}."))
 
 
 @contextmanager
-def named(command: str) -> Iterator[None]:
-    """Put another command's name into errors that were written for `train`.
+def errors_named(command: str) -> Iterator[None]:
+    """Put the name of another command into errors that name `train`.
 
     Example:
-      >>> with named("plan"):
+      >>> with errors_named("plan"):
       ...     raise ValueError("train: --optimizer 3 cannot be read.")
       Traceback (most recent call last):
       ...

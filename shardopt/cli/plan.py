@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 import shardopt as so
 from shardopt.audit import Audit, inner_product_flops
-from shardopt.cli.options import SCHEDULES, ScheduleName, find_optimizer, named
+from shardopt.cli.options import ScheduleName, choices, errors_named, find_optimizer
 from shardopt.cli.strategy import check_chunks, parse_mesh, schedule_builder
 from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error
@@ -24,8 +24,9 @@ from shardopt.planning.layout import CHUNKED, IN_LOCKSTEP, Layout
 class PlanOptions:
     """Rank every layout of a model on a machine by its predicted step time, without a device.
 
-    Data, tensor, pipeline and replica sizes are combined with placement, schedule, micro-batches and
-    rematerialisation; what does not fit into memory is dropped. Predictions are closed forms and published peaks.
+    A layout combines data, tensor, pipeline and replica sizes with placement, schedule, micro-batches and
+    rematerialisation. Layouts that do not fit into memory are dropped. Predictions use closed forms and published
+    peaks.
     """
 
     model: str = "llama3-8b"
@@ -41,10 +42,10 @@ class PlanOptions:
     """Pods that the chips are spread over, joined by the data-centre network."""
 
     batch_size: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Sequences in a step, over all chips. By default two a chip."""
+    """Sequences in a step, over all chips. By default two per chip."""
 
     length: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Tokens of a sequence. By default those the model was trained with."""
+    """Tokens of a sequence. By default the length that the model was trained with."""
 
     optimizer: str = "adamw"
     """Any optax optimizer with a learning rate, for the bytes of its state."""
@@ -56,17 +57,17 @@ class PlanOptions:
     """Print JSON instead of a table."""
 
     png: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """Draw memory and traffic of the layouts listed into this file."""
+    """File for a drawing of the memory and traffic of the listed layouts."""
 
 
 def plan(options: PlanOptions) -> None:
-    """Print the plans."""
+    """Print the ranked layouts."""
     check_count("plan", "--top", options.top)
     shape = find_model("plan", options.model)
     if options.length is not None:
         check_count("plan", "--length", options.length)
         shape = dataclasses.replace(shape, length=options.length)
-    with named("plan"):
+    with errors_named("plan"):
         factory, arguments = find_optimizer(options.optimizer)
         tx = factory(1e-3, **arguments)
     plans = so.plan(
@@ -85,23 +86,23 @@ def plan(options: PlanOptions) -> None:
 
 
 def as_text(plans: Plans, top: int) -> str:
-    """Return the table, and what to type for the best."""
+    """Return the table, and the code for the best layout."""
     best = plans.best
     sizes = ", ".join(f"{axis}={size}" for axis, size in best.mesh.items() if size > 1 or axis == "data")
     layout = best.layout
-    words = [f'placement="{layout.placement}"', f"micro_batches={layout.micro_batches}"]
+    arguments = [f'placement="{layout.placement}"', f"micro_batches={layout.micro_batches}"]
     if layout.schedule is not None:
-        words.append(f"schedule={_builder_text(layout)}")
-    words += [f"remat={layout.remat!r}".replace("'", '"')] if layout.remat else []
-    words += [] if layout.regather else ["regather=False"]
-    words += ["rules=rules"] if layout.tensor > 1 else []
-    words += ["gather_dtype=jnp.bfloat16"] if layout.placement == "fsdp" else []
+        arguments.append(f"schedule={_builder_text(layout)}")
+    arguments += [f"remat={layout.remat!r}".replace("'", '"')] if layout.remat else []
+    arguments += [] if layout.regather else ["regather=False"]
+    arguments += ["rules=rules"] if layout.tensor > 1 else []
+    arguments += ["gather_dtype=jnp.bfloat16"] if layout.placement == "fsdp" else []
     lines = [plans.table(top), "", "the first of them:", f"  mesh = so.make_mesh({sizes})"]
-    return "\n".join([*lines, f"  opt = so.hybrid(tx, mesh, model, {', '.join(words)})"])
+    return "\n".join([*lines, f"  opt = so.hybrid(tx, mesh, model, {', '.join(arguments)})"])
 
 
 def _builder_text(layout: Layout) -> str:
-    """Return `layout.builder()` as one would type it."""
+    """Return the code that makes `layout.builder()`."""
     text = f"so.schedules.{layout.schedule}"
     arguments: dict[str, object] = {}
     if layout.searched is not None:
@@ -114,9 +115,11 @@ def _builder_text(layout: Layout) -> str:
 
 
 def as_json(plans: Plans, top: int) -> str:
-    """Return the same as JSON."""
-    dropped = [{"layout": str(one.layout), "why": one.why, "missing_bytes": one.missing_bytes} for one in plans.dropped]
-    found = {
+    """Return the ranked and the dropped layouts as JSON."""
+    dropped = [
+        {"layout": str(entry.layout), "why": entry.why, "missing_bytes": entry.missing_bytes} for entry in plans.dropped
+    ]
+    report = {
         "model": plans.workload.name,
         "parameters": plans.workload.num_parameters,
         "hardware": plans.hardware.name,
@@ -124,26 +127,26 @@ def as_json(plans: Plans, top: int) -> str:
         "batch_size": plans.batch_size,
         "usable_bytes": plans.limit,
         "fitting": len(plans.ranked),
-        "ranked": [one.to_json() for one in plans.ranked[:top]],
+        "ranked": [entry.to_json() for entry in plans.ranked[:top]],
         "dropped": dropped[:top],
     }
-    return json.dumps(found, indent=2)
+    return json.dumps(report, indent=2)
 
 
 @dataclasses.dataclass(frozen=True)
 class AuditOptions:
     """List the collectives of a compiled program, with their mesh axes, bytes and calls, and estimate its step time.
 
-    Either of a file, `shardopt audit step.hlo --mesh data=4,tensor=2`, that holds `compiled.as_text()`; or of a
-    published model compiled for TPUs, `shardopt audit --model llama3-8b --topology v5p:4x4x4`, which needs the extra
-    tpu, and no TPU, or for nodes of GPUs, `--topology h100:8 --slices 4`, with the extra gpu.
+    The program is a file with `compiled.as_text()`: `shardopt audit step.hlo --mesh data=4,tensor=2`. Or it is a
+    published model, compiled for TPUs without a TPU: `shardopt audit --model llama3-8b --topology v5p:4x4x4`, with the
+    extra tpu. Or it is compiled for nodes of GPUs: `--topology h100:8 --slices 4`, with the extra gpu.
     """
 
     program: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[FILE]")] = None
     """A file with the text of an optimised HLO module."""
 
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=SIZE,...")] = None
-    """Mesh that the program was compiled for, outermost axis first; with --topology the sizes of all axes but data."""
+    """Mesh of the compiled program, outermost axis first; with --topology the sizes of all axes except data."""
 
     model: str = "llama3-8b"
     """Model to compile, with --topology: gpt2, gpt2-xl, llama2-70b, llama3-8b, llama3-70b, llama3-405b."""
@@ -152,10 +155,10 @@ class AuditOptions:
     """Chip and torus to compile for, such as v5p:4x4x4 or v6e:16x16; or GPUs of a node, h100:8."""
 
     slices: int = 1
-    """How many of them."""
+    """How many toruses, or nodes of GPUs."""
 
     strategy: Literal["ddp", "zero1", "zero2", "fsdp"] = "fsdp"
-    """What is sharded over data."""
+    """Strategy, which decides what is sharded over data."""
 
     rows: int = 1
     """Sequences per device of the data axes."""
@@ -164,61 +167,65 @@ class AuditOptions:
     """Tokens of a sequence."""
 
     hardware: Annotated[str | None, tyro.conf.arg(metavar="CHIP")] = None
-    """Chip that the program of a file was compiled for, such as v5p: tells how long a step takes."""
+    """Chip that the program in a file was compiled for, such as v5p; needed for the step time."""
 
     json: bool = False
     """Print JSON instead of a table."""
 
     png: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """Draw the timeline of a step into this file."""
+    """File for a drawing of the timeline of a step."""
 
 
 def audit(options: AuditOptions) -> None:
     """Print the audit.
 
     Raises:
-      ValueError: if neither or both of a file and a topology are given, or one of them cannot be used.
+      ValueError: if the options have neither a file nor a topology, or both, or one of them cannot be used.
       OSError: if the file cannot be read.
       ModuleNotFoundError: if libtpu is needed and not installed.
     """
     if (options.program is None) == (options.topology is None):
-        what = "there is nothing to audit." if options.program is None else "a file and --topology exclude each other."
+        problem = (
+            "there is nothing to audit." if options.program is None else "a file and --topology exclude each other."
+        )
         fix = "give a file with compiled.as_text(), or --model and --topology to compile one."
-        raise ValueError(format_error("audit", what, fix=fix))
+        raise ValueError(format_error("audit", problem, fix=fix))
     if options.program is not None:
-        text, sizes = options.program.read_text(), mesh_sizes(options.mesh) or None
-        found = so.audit(text, mesh=sizes)
+        text, mesh_shape = options.program.read_text(), mesh_sizes(options.mesh) or None
+        file_audit = so.audit(text, mesh=mesh_shape)
         if options.png is not None and options.hardware is None:
             raise ValueError(
                 format_error("audit", "--png needs to know the chip.", fix="give --hardware, such as v5p.")
             )
-        step = so.planning.step_seconds(text, mesh=sizes, hardware=options.hardware) if options.hardware else None
-        shown = to_json(found) | {"flops": inner_product_flops(text)}
-        shown |= {} if step is None else {"step_seconds": step.to_json()}
-        lines = [str(found), *([] if step is None else ["", str(step)])]
+        step = so.planning.step_seconds(text, mesh=mesh_shape, hardware=options.hardware) if options.hardware else None
+        json_report = to_json(file_audit) | {"flops": inner_product_flops(text)}
+        json_report |= {} if step is None else {"step_seconds": step.to_json()}
+        lines = [str(file_audit), *([] if step is None else ["", str(step)])]
     else:
         report = compile_model(options)
         step = report.step_seconds
-        shown = report.to_json() | {"audit": to_json(report.audit)}
+        json_report = report.to_json() | {"audit": to_json(report.audit)}
         lines = [str(report), "", str(report.audit)]
     if options.png is not None and step is not None:
         so.planning.plot_timeline(step, path=options.png)
-    print(json.dumps(shown, indent=2) if options.json else "\n".join(lines))
+    print(json.dumps(json_report, indent=2) if options.json else "\n".join(lines))
 
 
-def to_json(found: Audit) -> dict[str, object]:
-    """Return an audit as plain numbers and words."""
+def to_json(program_audit: Audit) -> dict[str, object]:
+    """Return an audit as JSON values."""
     return {
-        "program": found.name,
-        "mesh": found.mesh_shape,
-        "collectives": [one._asdict() | {"calls": one.calls} for one in found.collectives],
-        "by_axis": {" x ".join(axes or ("mixed",)): traffic._asdict() for axes, traffic in found.by_axis().items()},
-        "by_kind": {kind: traffic._asdict() for kind, traffic in found.by_kind().items()},
+        "program": program_audit.name,
+        "mesh": program_audit.mesh_shape,
+        "collectives": [op._asdict() | {"calls": op.calls} for op in program_audit.collectives],
+        "by_axis": {
+            " x ".join(axes or ("mixed",)): traffic._asdict() for axes, traffic in program_audit.by_axis().items()
+        },
+        "by_kind": {kind: traffic._asdict() for kind, traffic in program_audit.by_kind().items()},
     }
 
 
 def compile_model(options: AuditOptions) -> so.planning.AotReport:
-    """Compile the model for the topology, each block rematerialised, weights gathered in bfloat16."""
+    """Compile the model for the topology: each block is rematerialised, and weights are gathered in bfloat16."""
     import jax.numpy as jnp
     import optax
 
@@ -249,23 +256,23 @@ def compile_model(options: AuditOptions) -> so.planning.AotReport:
 
 
 def mesh_sizes(text: str | None) -> dict[str, int]:
-    """Return the sizes in a text such as "data=4,tensor=2"; of none, none."""
-    with named("audit"):
+    """Return the axis sizes in a text such as "data=4,tensor=2"; {} for None."""
+    with errors_named("audit"):
         return {} if text is None else parse_mesh(text)
 
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleOptions:
-    """Show who does what when in a pipeline: ticks, idle time, activations kept."""
+    """Show the work of each pipeline stage over time: ticks, idle time, activations in memory."""
 
-    kind: Annotated[ScheduleName, tyro.conf.arg(metavar=SCHEDULES)] = "eager_one_f_one_b"
-    """Which schedule, by its name in so.schedules."""
+    kind: Annotated[ScheduleName, tyro.conf.arg(metavar=choices(ScheduleName))] = "eager_one_f_one_b"
+    """Name of the schedule in so.schedules."""
 
     stages: int = 4
-    """Places on the mesh axis pipeline."""
+    """Size of the mesh axis pipeline."""
 
     micro_batches: int = 8
-    """Parts of a batch that follow each other through the stages."""
+    """Parts of a batch that pass through the stages one after another."""
 
     chunks: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Parts of the model on each stage, for interleaved and looped_breadth_first (by default 2), zero_bubble and
@@ -275,7 +282,7 @@ class ScheduleOptions:
     """Print JSON instead of text."""
 
     png: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """Draw it into this file."""
+    """File for a drawing of the schedule."""
 
 
 def schedule(options: ScheduleOptions) -> None:
@@ -288,7 +295,7 @@ def schedule(options: ScheduleOptions) -> None:
 
 
 def numbers(table: Schedule) -> dict[str, object]:
-    """Return a schedule as plain numbers and lists."""
+    """Return a schedule as JSON values."""
     return {
         "name": table.name,
         "stages": table.num_stages,

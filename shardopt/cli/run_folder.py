@@ -1,4 +1,4 @@
-"""The folder of a run: what is in it, when it may be used, and its checkpoints read with other replicas or reducers."""
+"""The folder of a run: its files, when it may be used, and checkpoints that fit other replicas or reducers."""
 
 import json
 from collections.abc import Callable
@@ -25,97 +25,99 @@ CONFIG, CHECKPOINTS, METRICS = "config.json", "checkpoints", "metrics.jsonl"
 CURVE, SCHEDULE = "loss.png", "schedule.png"
 
 _FIXED = ("model", "dim", "layers", "heads", "experts", "top_k", "balance")
-"""Options of the model that decide the shapes of its parameters."""
+"""The options of the model that determine the shapes of its parameters."""
 
 
 def check_run_folder(options: TrainOptions) -> None:
-    """Refuse a folder that holds a run already, unless it is to be resumed, and a resume that cannot be one."""
+    """Refuse a folder that already holds a run, unless it is resumed; refuse to resume a run with another model."""
     folder = options.run.run_dir
     if not options.run.resume:
         if steps := committed(folder / CHECKPOINTS):
-            what = f"there is a run in {str(folder)!r} already, saved at step {steps[-1]}."
+            problem = f"there is a run in {str(folder)!r} already, saved at step {steps[-1]}."
             fix = f"go on with --resume, choose another --run-dir, or delete {str(folder)!r}."
-            raise ValueError(format_error("train", what, fix=fix))
+            raise ValueError(format_error("train", problem, fix=fix))
         return
-    before, now = read_options(folder).model, options.model
-    changed = [
-        f"--{name.replace('_', '-')} was {getattr(before, name)}, is now {getattr(now, name)}"
+    saved_model, current_model = read_options(folder).model, options.model
+    changes = [
+        f"--{name.replace('_', '-')} was {getattr(saved_model, name)}, is now {getattr(current_model, name)}"
         for name in _FIXED
-        if getattr(before, name) != getattr(now, name)
+        if getattr(saved_model, name) != getattr(current_model, name)
     ]
-    if changed:
-        what = f"the run in {str(folder)!r} trains another model."
-        raise ValueError(format_error("train", what, changed, "leave these out, or choose another --run-dir."))
+    if changes:
+        problem = f"the run in {str(folder)!r} trains another model."
+        raise ValueError(format_error("train", problem, changes, "leave these out, or choose another --run-dir."))
 
 
 def read_options(folder: Path) -> TrainOptions:
     """Return the options of the run in a folder."""
-    return from_json(_read(folder))
+    return from_json(_read_config(folder))
 
 
 def order_changes(options: TrainOptions, text_bytes: int) -> list[str]:
-    """Return, for a run to be resumed, what makes the order of its batches another than before."""
-    saved = _read(options.run.run_dir)
-    before = from_json(saved)
+    """Return, for a resumed run, the changes that give its batches another order than before."""
+    config = _read_config(options.run.run_dir)
+    saved_options = from_json(config)
     pairs = {
-        "--length": (before.model.length, options.model.length),
-        "--batch-size": (before.training.batch_size, options.training.batch_size),
-        "--seed": (before.training.seed, options.training.seed),
-        "--data": (before.training.data, options.training.data),
-        "the size of the text": (saved.get("text_bytes", text_bytes), text_bytes),
+        "--length": (saved_options.model.length, options.model.length),
+        "--batch-size": (saved_options.training.batch_size, options.training.batch_size),
+        "--seed": (saved_options.training.seed, options.training.seed),
+        "--data": (saved_options.training.data, options.training.data),
+        "the size of the text": (config.get("text_bytes", text_bytes), text_bytes),
     }
     return [f"{name} was {old}, is now {new}" for name, (old, new) in pairs.items() if old != new]
 
 
 def write_options(options: TrainOptions, text_bytes: int) -> None:
-    """Write the options of a run, and the size of its text, into its folder, which is made when needed."""
+    """Write the options of a run and the size of its text into its folder; make the folder if needed."""
     options.run.run_dir.mkdir(parents=True, exist_ok=True)
     saved = to_json(options) | {"text_bytes": text_bytes}
     write_atomic(options.run.run_dir / CONFIG, json.dumps(saved, indent=2) + "\n")
 
 
 def keep_options(options: TrainOptions, text_bytes: int) -> None:
-    """Write the options again if the folder was deleted meanwhile: without them the run could not be resumed."""
+    """Write the options again if somebody deleted the folder: without them the run could not be resumed."""
     if not (options.run.run_dir / CONFIG).exists():
         write_options(options, text_bytes)
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """Return what the run logged so far, `{"step": n, "loss": ..., ...}` each."""
+    """Return the metrics that the run has logged, `{"step": n, "loss": ..., ...}` each."""
     path = folder / METRICS
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
-def _read(folder: Path) -> dict[str, Json]:
+def _read_config(folder: Path) -> dict[str, Json]:
     path = folder / CONFIG
     if not path.is_file():
         fix = "leave out --resume to start one, or name its folder with --run-dir."
         raise ValueError(format_error("train", f"there is no run in {str(folder)!r} to go on with.", fix=fix))
     try:
-        saved = json.loads(path.read_text())
-        from_json(saved)
+        config = json.loads(path.read_text())
+        from_json(config)
     except (ValueError, AttributeError, TypeError) as error:
-        what = f"{str(path)!r} is damaged: {error}."
+        problem = f"{str(path)!r} is damaged: {error}."
         fix = "bring it back, or start again in another --run-dir."
-        raise ValueError(format_error("train", what, fix=fix)) from error
-    return saved
+        raise ValueError(format_error("train", problem, fix=fix)) from error
+    return config
 
 
-_OWN_PARAMS, _OWN_STATE = ("opt_state", "params", "value"), ("opt_state", "optimizer", "value")
+_REPLICA_PARAMS, _REPLICA_STATE = ("opt_state", "params", "value"), ("opt_state", "optimizer", "value")
 _REDUCERS = (("opt_state", "reducer"), ("opt_state", "inner_reducer"))
 
 
 class ConvertingCheckpoints(so.Checkpoints):
-    """Checkpoints that can be restored with other replicas, local updates and reducers than they were saved with.
+    """Checkpoints that can be restored with other replicas, local updates and reducers than the saved ones.
 
-    Where what is stored fits, it is restored as it is. Else parameters and optimizer state are kept: of the replicas of
-    local updates what `merge_replicas` makes of them, for replicas with local updates a copy each. The state of outer
-    optimizers and reducers is reset.
+    If the stored state fits, it is restored unchanged. Otherwise only parameters and optimizer state are restored:
+
+    - stored replicas are merged by `merge_replicas`;
+    - new replicas with local updates get a copy each;
+    - the state of outer optimizers and reducers is reset.
 
     Attributes:
       base: the strategy without local updates and reducers, on the same mesh.
-      abstract_params: the parameters.
-      say: is told what was kept.
+      abstract_params: the parameters, as `jax.ShapeDtypeStruct`.
+      say: prints a message about the restored parts.
     """
 
     def __init__(
@@ -131,17 +133,17 @@ class ConvertingCheckpoints(so.Checkpoints):
         resume: bool = True,
         memory_every: int | None = None,
     ):
-        """Become the writer of a folder, as `so.Checkpoints`."""
+        """Become the writer of a folder, like `so.Checkpoints`."""
         super().__init__(directory, every, keep, best=best, resume=resume, memory_every=memory_every)
         self.base, self.abstract_params, self.say = base, abstract_params, say
 
     def restore(self, target: so.ShardedOptimizer, *, step: int | None = None) -> tuple[TrainState, dict[str, Json]]:
         """Return the state of a checkpoint in the form of `target`, and its `extra`."""
         self.wait()
-        chosen = self.latest() if step is None else step
-        if chosen not in self.steps():
+        chosen_step = self.latest() if step is None else step
+        if chosen_step not in self.steps():
             return super().restore(target, step=step)
-        meta = read_meta("train", step_folder(self.directory, chosen))
+        meta = read_meta("train", step_folder(self.directory, chosen_step))
         wanted = {path: describe(leaf) for path, leaf in leaves_by_path(target.abstract_state()).items()}
         if wanted == meta.leaves or not (_is_combined(wanted) or _is_combined(meta.leaves)):
             return super().restore(target, step=step)
@@ -149,12 +151,12 @@ class ConvertingCheckpoints(so.Checkpoints):
             return super().restore(target, step=step)
         except so.DamagedCheckpointError:
             raise
-        except so.CheckpointError:  # another form: if that is all, what can be kept is kept
+        except so.CheckpointError:  # the state has another form: restore the parts that fit
             base, extra = _read_base(self, target.mesh, meta)
         state, note = _convert(target, base)
         replicas = _num_replicas(meta.leaves)
-        mean = f", the mean of {plural(replicas, 'replica')}" if replicas else ""
-        self.say(f"Kept of step {chosen}: parameters and optimizer state{mean}{note}.")
+        mean_text = f", the mean of {plural(replicas, 'replica')}" if replicas else ""
+        self.say(f"Kept of step {chosen_step}: parameters and optimizer state{mean_text}{note}.")
         return state, extra
 
 
@@ -163,81 +165,94 @@ def _is_combined(leaves: dict[LeafPath, Leaf]) -> bool:
 
 
 def _num_replicas(leaves: dict[LeafPath, Leaf]) -> int:
-    """Return the number of replicas with local updates; 0 for none."""
-    return next((leaf.shape[0] for path, leaf in leaves.items() if path[:3] == _OWN_PARAMS), 0)
+    """Return the number of replicas with local updates; 0 without local updates."""
+    return next((leaf.shape[0] for path, leaf in leaves.items() if path[:3] == _REPLICA_PARAMS), 0)
 
 
 def _read_base(checkpoints: ConvertingCheckpoints, mesh: Mesh, meta: Meta) -> tuple[TrainState, dict[str, Json]]:
-    """Return the state of `checkpoints.base`, and what was kept beside it."""
-    replicas, like = _num_replicas(meta.leaves), checkpoints.base.abstract_state(checkpoints.abstract_params)
+    """Return the stored state in the form of `checkpoints.base`, and its `extra`."""
+    replicas, abstract_state = _num_replicas(meta.leaves), checkpoints.base.abstract_state(checkpoints.abstract_params)
     wrapped = any(path[:2] in _REDUCERS for path in meta.leaves)
-    wanted = leaves_by_path(like)
-    where = {path: _stored_path(path, replicas=replicas, wrapped=wrapped) for path in wanted}
-    found = {path: meta.leaves[at] for path, at in where.items() if at in meta.leaves}
-    stacked = {path for path, at in where.items() if at[:3] in (_OWN_PARAMS, _OWN_STATE) and replicas}
-    one = {path: leaf._replace(shape=leaf.shape[1:]) if path in stacked else leaf for path, leaf in found.items()}
-    check_match("train", f"step {meta.step} in {checkpoints.directory}", one, like)
+    wanted_leaves = leaves_by_path(abstract_state)
+    stored_paths = {path: _stored_path(path, replicas=replicas, wrapped=wrapped) for path in wanted_leaves}
+    stored_leaves = {
+        path: meta.leaves[stored_path] for path, stored_path in stored_paths.items() if stored_path in meta.leaves
+    }
+    stacked_paths = {
+        path
+        for path, stored_path in stored_paths.items()
+        if stored_path[:3] in (_REPLICA_PARAMS, _REPLICA_STATE) and replicas
+    }
+    unstacked_leaves = {
+        path: leaf._replace(shape=leaf.shape[1:]) if path in stacked_paths else leaf
+        for path, leaf in stored_leaves.items()
+    }
+    check_match("train", f"step {meta.step} in {checkpoints.directory}", unstacked_leaves, abstract_state)
 
-    shardings = {where[path]: leaf.sharding for path, leaf in wanted.items()}
-    of_replicas = {where[path] for path in stacked}
+    shardings = {stored_paths[path]: leaf.sharding for path, leaf in wanted_leaves.items()}
+    stacked_stored_paths = {stored_paths[path] for path in stacked_paths}
     target = nest(
         {
-            tuple(map(unescape, path)): _abstract(leaf, path in of_replicas, shardings.get(path), mesh)
+            tuple(map(unescape, path)): _abstract(leaf, path in stacked_stored_paths, shardings.get(path), mesh)
             for path, leaf in meta.leaves.items()
         }
     )
-    state, meta = load("train", checkpoints.directory, target, step=meta.step)  # exactly what is there
-    stored = leaves_by_path(state)
+    state, meta = load("train", checkpoints.directory, target, step=meta.step)  # exactly the stored form
+    arrays = leaves_by_path(state)
 
     def merge(leaves: dict[LeafPath, jax.Array]) -> list[jax.Array]:
-        return [merge_replicas(leaf) if path in stacked else leaf for path, leaf in leaves.items()]
+        return [merge_replicas(leaf) if path in stacked_paths else leaf for path, leaf in leaves.items()]
 
-    kept = [stored[at] for at in where.values()]
+    base_arrays = [arrays[stored_path] for stored_path in stored_paths.values()]
     merged = jax.jit(
-        lambda leaves: merge(dict(zip(wanted, leaves, strict=True))),
-        out_shardings=[leaf.sharding for leaf in wanted.values()],
-    )(kept)
-    return jax.tree.unflatten(jax.tree.structure(like), merged), meta.extra
+        lambda leaves: merge(dict(zip(wanted_leaves, leaves, strict=True))),
+        out_shardings=[leaf.sharding for leaf in wanted_leaves.values()],
+    )(base_arrays)
+    return jax.tree.unflatten(jax.tree.structure(abstract_state), merged), meta.extra
 
 
 def _stored_path(path: LeafPath, *, replicas: int, wrapped: bool) -> LeafPath:
-    """Return where a leaf of the base strategy is stored."""
+    """Return the path under which a leaf of the base strategy is stored."""
     if replicas and path[0] == "params":
-        return (*_OWN_PARAMS, *path[1:])
+        return (*_REPLICA_PARAMS, *path[1:])
     if path[0] == "opt_state" and (replicas or wrapped):
-        return (*(_OWN_STATE if replicas else _OWN_STATE[:2]), *path[1:])
+        return (*(_REPLICA_STATE if replicas else _REPLICA_STATE[:2]), *path[1:])
     return path
 
 
 def _abstract(leaf: Leaf, stacked: bool, sharding: NamedSharding | None, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """Return how a leaf is read: placed as the base places it, replicas over their axis; what is not kept over dim 0."""
+    """Return the abstract array for reading a leaf.
+
+    It has the sharding of the base strategy, with stacked replicas over the axis `replica`. A leaf that is not
+    restored is sharded over dim 0, if that is divisible.
+    """
     spec = PartitionSpec() if sharding is None else sharding.spec
     if stacked:
-        even = leaf.shape[0] % mesh.shape.get("replica", leaf.shape[0] + 1) == 0
-        spec = PartitionSpec("replica" if even else None, *spec)
+        is_divisible = leaf.shape[0] % mesh.shape.get("replica", leaf.shape[0] + 1) == 0
+        spec = PartitionSpec("replica" if is_divisible else None, *spec)
     elif sharding is None and leaf.shape and leaf.shape[0] % mesh.size == 0:
         spec = PartitionSpec(mesh.axis_names)
     return jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf), sharding=NamedSharding(mesh, spec))
 
 
 def _convert(opt: so.ShardedOptimizer, base: TrainState) -> tuple[TrainState, str]:
-    """Return a state of `opt` with the parameters and optimizer state of the base strategy, and what is reset in it."""
-    fresh = opt.init(base.params)
-    state, note, reset = fresh.opt_state, "", []
-    if isinstance(state, Replicas):
+    """Return a state of `opt` with the parameters and optimizer state of the base strategy, and a note for people."""
+    new_state = opt.init(base.params)
+    new_opt_state, note, reset_parts = new_state.opt_state, "", []
+    if isinstance(new_opt_state, Replicas):
         replicas = opt.mesh.shape["replica"]
-        placed = jax.tree.map(lambda leaf: leaf.sharding, state.optimizer.value)
-        stack = lambda x: jnp.broadcast_to(x, (replicas, *x.shape))  # noqa: E731
-        copies = jax.jit(lambda tree: jax.tree.map(stack, tree), out_shardings=placed)(base.opt_state)
-        opt_state = state._replace(optimizer=PerReplica(copies))
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, new_opt_state.optimizer.value)
+        repeat = lambda leaf: jnp.broadcast_to(leaf, (replicas, *leaf.shape))  # noqa: E731
+        copies = jax.jit(lambda tree: jax.tree.map(repeat, tree), out_shardings=shardings)(base.opt_state)
+        opt_state = new_opt_state._replace(optimizer=PerReplica(copies))
         note = f", a copy for each of {replicas} replicas"
-        reset = ["the outer optimizer"] if jax.tree.leaves(state.outer) else []
-    elif isinstance(state, CompressedOptState):
-        opt_state = state._replace(optimizer=base.opt_state)
+        reset_parts = ["the outer optimizer"] if jax.tree.leaves(new_opt_state.outer) else []
+    elif isinstance(new_opt_state, CompressedOptState):
+        opt_state = new_opt_state._replace(optimizer=base.opt_state)
     else:
         opt_state = base.opt_state
-    if jax.tree.leaves(getattr(state, "reducer", None)):
-        reset.append("the reducer")
-    if reset:
-        note += f"; {' and '.join(reset)} {'is' if len(reset) == 1 else 'are'} reset"
-    return fresh._replace(step=base.step, opt_state=opt_state, rng=base.rng), note
+    if jax.tree.leaves(getattr(new_opt_state, "reducer", None)):
+        reset_parts.append("the reducer")
+    if reset_parts:
+        note += f"; {' and '.join(reset_parts)} {'is' if len(reset_parts) == 1 else 'are'} reset"
+    return new_state._replace(step=base.step, opt_state=opt_state, rng=base.rng), note

@@ -1,4 +1,4 @@
-"""`shardopt train`: a language model from one command."""
+"""`shardopt train`: train a language model with one command."""
 
 from pathlib import Path
 
@@ -34,9 +34,9 @@ _SAMPLE_BYTES = 400
 
 
 def train(options: TrainOptions) -> None:
-    """Train, validate, sample, and leave a run folder that can be resumed."""
+    """Train, validate and sample, and leave a run folder that can be resumed."""
     for module in ("grain", "matplotlib"):
-        require(module, extra="cli", who="train")
+        require(module, extra="cli", caller="train")
     check_run_folder(options)
     check_strategy(options)
     devices = start_devices(options.where.devices)
@@ -49,22 +49,22 @@ def train(options: TrainOptions) -> None:
 
     corpus = data.open_corpus(training.data)
     windows, held_out = data.split(corpus, model.length)
-    trained = model_of(model)
+    trained_model = model_of(model)
     tx = make_optimizer(
         training.optimizer, learning_rate=training.learning_rate, steps=training.steps, clip=training.clip
     )
-    opt = make_strategy(options, tx, mesh, trained.block_model)
-    first = so.FirstState(trained.init, jax.random.key(training.seed))
-    opt.specs(first.shapes())  # of which what is shown speaks
-    display.show_run(screen, options, opt, trained.size, windows, held_out)
+    opt = make_strategy(options, tx, mesh, trained_model.block_model)
+    initial_state = so.DeferredInit(trained_model.init, jax.random.key(training.seed))
+    opt.specs(initial_state.shapes())  # the display below needs the parameters' shapes
+    display.show_run(screen, options, opt, trained_model.size, windows, held_out)
     display.show_placement(screen, options, opt)
     if run.resume:
         display.show_order_changes(screen, order_changes(options, corpus.num_bytes))
 
     held_out_batches = data.spread_batches(held_out, training.batch_size, _VALIDATION_BATCHES)
     batches = data.batches(windows, training.batch_size, seed=training.seed)
-    if mesh.shape.get("context", 1) > 1:  # which splits positions, as many for inputs as for targets
-        held_out_batches, batches = [data.next_token(one) for one in held_out_batches], batches.map(data.next_token)
+    if mesh.shape.get("context", 1) > 1:  # context splits positions, so inputs and targets need equal lengths
+        held_out_batches, batches = [data.next_token(batch) for batch in held_out_batches], batches.map(data.next_token)
     log = [so.training.jsonl(run.run_dir / METRICS)]
     if run.tensorboard:
         log.append(so.training.tensorboard(run.run_dir / "tensorboard"))
@@ -76,8 +76,8 @@ def train(options: TrainOptions) -> None:
         best="val_loss",
         resume=run.resume,
         memory_every=run.memory_every,
-        base=make_base(options, tx, mesh, trained.block_model),
-        abstract_params=jax.eval_shape(trained.init, jax.random.key(0)),
+        base=make_base(options, tx, mesh, trained_model.block_model),
+        abstract_params=jax.eval_shape(trained_model.init, jax.random.key(0)),
         say=lambda line: display.say(screen, line),
     ) as checkpoints:
         if jax.process_index() == 0:  # the folder is locked now
@@ -85,7 +85,7 @@ def train(options: TrainOptions) -> None:
             write_schedule(opt.config.schedule, run.run_dir / SCHEDULE)
         result = so.fit(
             opt,
-            first,
+            initial_state,
             batches,
             num_steps=training.steps,
             evaluate=so.training.evaluation(opt, held_out_batches),
@@ -98,21 +98,23 @@ def train(options: TrainOptions) -> None:
         return
 
     prompt = held_out[0]["tokens"][: max(1, model.length // 2)]
-    text = continue_text(result.state.params, trained, prompt, num_bytes=_SAMPLE_BYTES, seed=training.seed)
+    text = continue_text(result.state.params, trained_model, prompt, num_bytes=_SAMPLE_BYTES, seed=training.seed)
     if jax.process_index() == 0:
         display.draw_curve(read_metrics(run.run_dir), run.run_dir / CURVE)
     traffic = None
     if result.history:
-        now, state = opt, result.state
-        if options.communication.reducer_warmup_steps:  # a program with a warm-up holds both ways of sending
-            now = make_strategy(as_sent(options, result.step), tx, mesh, trained.block_model)
-            state = now.abstract_state(jax.eval_shape(lambda: result.state.params))
-        traffic = measure(now, state, held_out_batches[0])
+        final_opt, state = opt, result.state
+        if (
+            options.communication.reducer_warmup_steps
+        ):  # a program with a warm-up holds both the exact and the reduced means
+            final_opt = make_strategy(as_sent(options, result.step), tx, mesh, trained_model.block_model)
+            state = final_opt.abstract_state(jax.eval_shape(lambda: result.state.params))
+        traffic = measure(final_opt, state, held_out_batches[0])
     display.show_result(screen, options, result, data.decode(prompt), text, traffic)
 
 
 def write_schedule(schedule: Schedule | None, path: Path) -> None:
-    """Draw the schedule of the strategy that runs now; without one, remove what an earlier run drew."""
+    """Draw the schedule of the current strategy; without one, remove the drawing of an earlier run."""
     if schedule is None:
         path.unlink(missing_ok=True)
     else:
@@ -120,18 +122,18 @@ def write_schedule(schedule: Schedule | None, path: Path) -> None:
 
 
 def continue_text(params: gpt.Params, model: TrainedModel, prompt: np.ndarray, *, num_bytes: int, seed: int) -> str:
-    """Return what the model writes after a prompt, on one device of each process.
+    """Return a continuation of a prompt by the model, computed on one device of each process.
 
-    It writes as many bytes as the prompt has, then continues these, and so on: in one compiled program, over windows of
-    twice the prompt.
+    The model writes as many bytes as the prompt has, then continues from these, and so on. All steps use one compiled
+    program, over windows of twice the prompt's length.
     """
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     replicated = jax.jit(lambda params: params, out_shardings=NamedSharding(mesh, PartitionSpec()))(params)
-    here = jax.tree.map(lambda leaf: leaf.addressable_data(0), replicated)
-    pieces, seen = [], prompt[None]
-    for i in range(-(-num_bytes // len(prompt))):
-        rng = jax.random.fold_in(jax.random.key(seed), i)
-        tokens = model.sample(here, seen, rng, num_tokens=len(prompt), temperature=0.8)
-        seen = np.asarray(tokens)[:, len(prompt) :]
-        pieces.append(seen[0])
+    local_params = jax.tree.map(lambda leaf: leaf.addressable_data(0), replicated)
+    pieces, window = [], prompt[None]
+    for index in range(-(-num_bytes // len(prompt))):
+        rng = jax.random.fold_in(jax.random.key(seed), index)
+        tokens = model.sample(local_params, window, rng, num_tokens=len(prompt), temperature=0.8)
+        window = np.asarray(tokens)[:, len(prompt) :]
+        pieces.append(window[0])
     return data.decode(np.concatenate(pieces)[:num_bytes])

@@ -33,7 +33,7 @@ class Named(NamedTuple):
     offload: bool
 
 
-def read_remat(who: str, remat: Remat) -> Named | Policy | Literal["full"] | None:
+def read_remat(caller: str, remat: Remat) -> Named | Policy | Literal["full"] | None:
     """Return a `BlockModel.remat` in parsed form.
 
     Raises:
@@ -51,7 +51,7 @@ def read_remat(who: str, remat: Remat) -> Named | Policy | Literal["full"] | Non
         return Named(tuple(dict.fromkeys(value_names)), offload=kind == "offload")
     forms = "None, 'full', 'save:NAME,...', 'offload', 'offload:NAME,...' or a jax.checkpoint policy"
     fix = "write such as remat='save:qkv,attention'; policies are in jax.checkpoint_policies."
-    raise ValueError(format_error(who, f"BlockModel.remat must be {forms}, got {remat!r}.", fix=fix))
+    raise ValueError(format_error(caller, f"BlockModel.remat must be {forms}, got {remat!r}.", fix=fix))
 
 
 def checkpointed(remat: Remat, f: Callable[..., T]) -> Callable[..., T]:

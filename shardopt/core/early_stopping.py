@@ -42,17 +42,17 @@ class EarlyStopping:
     mode: str = "min"
 
     def __post_init__(self):
-        who = "EarlyStopping"
+        caller = "EarlyStopping"
         if not isinstance(self.metric, str):
-            raise TypeError(f"{who}: metric must be the name of a metric, got {type(self.metric).__name__}.")
+            raise TypeError(f"{caller}: metric must be the name of a metric, got {type(self.metric).__name__}.")
         if not isinstance(self.mode, str):
-            raise TypeError(f"{who}: mode must be 'min' or 'max', got {self.mode!r}.")
+            raise TypeError(f"{caller}: mode must be 'min' or 'max', got {self.mode!r}.")
         if not self.metric:
-            raise ValueError(f"{who}: metric must not be empty.")
-        check_count(who, "patience", self.patience)
-        check_number(who, "min_delta", self.min_delta)
+            raise ValueError(f"{caller}: metric must not be empty.")
+        check_count(caller, "patience", self.patience)
+        check_number(caller, "min_delta", self.min_delta)
         if self.mode not in ("min", "max"):
-            raise ValueError(f"{who}: mode must be 'min' or 'max', got {self.mode!r}.")
+            raise ValueError(f"{caller}: mode must be 'min' or 'max', got {self.mode!r}.")
 
 
 class StoppingState(NamedTuple):
@@ -91,7 +91,7 @@ def best(rule: EarlyStopping | None, state: StoppingState) -> dict[str, float] |
     return {"step": state.best_step, rule.metric: state.best}
 
 
-def check_metric(rule: EarlyStopping | None, known: Collection[str], who: str = "fit") -> None:
+def check_metric(rule: EarlyStopping | None, known: Collection[str], caller: str = "fit") -> None:
     """Raise an error if the run does not report the metric of the rule.
 
     Raises:
@@ -100,7 +100,7 @@ def check_metric(rule: EarlyStopping | None, known: Collection[str], who: str = 
     if rule is not None and rule.metric not in known:
         problem = f"early_stopping watches {rule.metric!r}, which is not among the metrics of this run:"
         fix = "watch one of these, or return it from evaluate and give evaluate_every."
-        raise ValueError(format_error(who, problem, sorted(known), fix))
+        raise ValueError(format_error(caller, problem, sorted(known), fix))
 
 
 def to_json(rule: EarlyStopping, state: StoppingState) -> dict[str, Any]:

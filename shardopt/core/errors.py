@@ -46,9 +46,9 @@ class CheckpointInUseError(CheckpointError):
     """Another process, or another `Checkpoints` of this one, is writing to the folder."""
 
 
-def format_error(who: str, problem: str, offenders: Sequence[str] = (), fix: str = "") -> str:
-    """Return the message `who: problem`, one indented line for each offender (at most eight), and `Fix: ...`."""
-    lines = [f"{who}: {problem}"]
+def format_error(caller: str, problem: str, offenders: Sequence[str] = (), fix: str = "") -> str:
+    """Return the message `caller: problem`, one indented line for each offender (at most eight), and `Fix: ...`."""
+    lines = [f"{caller}: {problem}"]
     lines += [f"  {offender}" for offender in offenders[:MAX_LISTED]]
     if len(offenders) > MAX_LISTED:
         lines.append(f"  ... and {len(offenders) - MAX_LISTED} more")

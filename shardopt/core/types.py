@@ -51,7 +51,7 @@ class Weighted(NamedTuple):
 
     Attributes:
       total: a scalar, or a tuple of scalars.
-      weight: a scalar, or a tuple of the same length.
+      weight: a scalar, or a tuple of the same length. Its sum over the global batch must be above 0.
 
     Example:
       >>> import jax.numpy as jnp

@@ -229,7 +229,7 @@ def batches(windows: Windows, batch_size: int, *, seed: int = 0) -> "grain.IterD
       >>> next(iterator)["tokens"].shape, iterator.get_state()
       ((4, 129), {'next_index': 1})
     """
-    require("grain", extra="data", who="data.batches")
+    require("grain", extra="data", caller="data.batches")
     import grain
 
     if batch_size < 1:

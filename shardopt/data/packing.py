@@ -76,12 +76,12 @@ def pack(
       Algorithms", 1974; Krell, Kosec, Perez and Fitzgibbon, "Efficient Sequence Packing without Cross-contamination",
       2021; grain.experimental.FirstFitPackIterDataset.
     """
-    require("grain", extra="data", who="data.pack")
+    require("grain", extra="data", caller="data.pack")
     import grain
     from grain import experimental
 
-    check_count("pack", "length", length, least=1)
-    check_count("pack", "open_rows", open_rows, least=1)
+    check_count("pack", "length", length, minimum=1)
+    check_count("pack", "open_rows", open_rows, minimum=1)
 
     class Cut(experimental.FlatMapTransform):
         def flat_map(self, element: ArrayLike) -> list[Batch]:

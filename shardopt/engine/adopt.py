@@ -52,16 +52,16 @@ def adopt(
       >>> int(state.step), state.opt_state[0].mu["w"].addressable_shards[0].data.shape
       (7, (8, 32))
     """
-    who = "adopt"
-    check_is_strategy(who, opt)
+    caller = "adopt"
+    check_is_strategy(caller, opt)
     if all(hasattr(params, name) for name in ("params", "opt_state", "step")):
         step = int(jax.device_get(params.step))
         params, opt_state = params.params, params.opt_state
-    check_count(who, "step", step, least=0)
+    check_count(caller, "step", step, minimum=0)
     if opt_state is not None and opt.config.local_updates is not None:
         problem = f"the replicas of {opt.config.strategy} keep an optimizer state each, and one was passed."
         fix = "leave opt_state out: each replica starts with a new one."
-        raise ValueError(format_error(who, problem, fix=fix))
+        raise ValueError(format_error(caller, problem, fix=fix))
     state = opt.init(params, rng)
     step_count = np.asarray(step, state.step.dtype)
     state = state._replace(step=jax.device_put(step_count, state.step.sharding))
@@ -69,11 +69,11 @@ def adopt(
         return state
     compressed = isinstance(state.opt_state, CompressedOptState)
     first_opt_state = state.opt_state.optimizer if compressed else state.opt_state
-    new_opt_state = _place(opt, _match_structure(who, opt_state, first_opt_state), first_opt_state)
+    new_opt_state = _place(opt, _match_structure(caller, opt_state, first_opt_state), first_opt_state)
     return state._replace(opt_state=state.opt_state._replace(optimizer=new_opt_state) if compressed else new_opt_state)
 
 
-def _match_structure(who: str, tree: PyTree, target: PyTree) -> PyTree:
+def _match_structure(caller: str, tree: PyTree, target: PyTree) -> PyTree:
     """Return the leaves of `tree` in the containers of `target`, matched by key path; raise ValueError if they do not fit."""
     leaves, target_paths = dict(leaves_with_paths(tree)), [path for path, _ in leaves_with_paths(target)]
     shapes = {path: _format_shape(leaf) for path, leaf in leaves.items()}
@@ -89,7 +89,7 @@ def _match_structure(who: str, tree: PyTree, target: PyTree) -> PyTree:
         counts = f"{plural(len(missing), 'leaf')} missing, {len(left_over)} left over, {len(different)} different"
         problem = f"the optimizer state is not that of opt.wrapped over the trained parameters: {counts}."
         fix = "build opt with the optax chain that made it, or leave opt_state out to start a new one."
-        raise ValueError(format_error(who, problem, [*different, *missing, *left_over], fix))
+        raise ValueError(format_error(caller, problem, [*different, *missing, *left_over], fix))
     return jax.tree.unflatten(jax.tree.structure(target), [leaves[path] for path in target_paths])
 
 

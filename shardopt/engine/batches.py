@@ -12,7 +12,7 @@ from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, path_text
 
 
-def as_arrays(who: str, batch: PyTree) -> PyTree:
+def as_arrays(caller: str, batch: PyTree) -> PyTree:
     """Return the batch with arrays and Python numbers as leaves; return the batch itself if it has only such leaves.
 
     - A list of numbers, or of equally long lists of numbers (a column of `datasets`), becomes one array.
@@ -30,10 +30,10 @@ def as_arrays(who: str, batch: PyTree) -> PyTree:
     converted = _convert(batch, (), wrong_types, ragged_lists)
     if wrong_types:
         problem = "batch leaves must be arrays [global batch, ...], or numbers that all rows share."
-        raise TypeError(format_error(who, problem, wrong_types))
+        raise TypeError(format_error(caller, problem, wrong_types))
     if ragged_lists:
         raise ValueError(
-            format_error(who, "lists in a batch must be as long as each other.", ragged_lists, "pad them.")
+            format_error(caller, "lists in a batch must be as long as each other.", ragged_lists, "pad them.")
         )
     return converted
 

@@ -83,7 +83,7 @@ class AotCompiled:
         return compiled
 
 
-def _check_jit(who: str) -> None:
+def _check_jit(caller: str) -> None:
     """Refuse, by a ValueError, to run op by op: a single operation has no mesh to be sharded over."""
     jax_options: Any = jax.config  # type checkers do not know its attributes
     if jax_options.jax_disable_jit:
@@ -92,7 +92,7 @@ def _check_jit(who: str) -> None:
             "call it under jax.disable_jit(False), with jax.debug.print or jax.debug.breakpoint in the loss; or call "
             "loss_fn(params, batch) by itself, which runs op by op."
         )
-        raise ValueError(format_error(who, problem, fix=fix))
+        raise ValueError(format_error(caller, problem, fix=fix))
 
 
 def _check_traced(config: StrategyConfig, leaves: Sequence[jax.Array]) -> None:
@@ -164,7 +164,7 @@ def make_program(
     return AotCompiled(config, jitted, functools.partial(_check_permutes, config.strategy, config.mesh), donated)
 
 
-def _check_permutes(who: str, mesh: Mesh, text: str) -> None:
+def _check_permutes(caller: str, mesh: Mesh, text: str) -> None:
     conditional = [collective for collective in collectives_of(parse(text)) if collective.conditional]
     permutes = [
         read_collective(collective, mesh.shape, replicas=1, partitions=mesh.size)
@@ -184,7 +184,7 @@ def _check_permutes(who: str, mesh: Mesh, text: str) -> None:
         "do not shift, cut or join a dim that a rule splits over tensor: give gate and value, or halves, a dim or a "
         "weight of their own (as shardopt/models/layers.py does), or change the rule."
     )
-    raise ValueError(format_error(who, problem, sorted(places), fix))
+    raise ValueError(format_error(caller, problem, sorted(places), fix))
 
 
 def _source_of(op_name: str) -> str:

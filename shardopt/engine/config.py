@@ -1,8 +1,7 @@
 """The checked arguments of a strategy: the whole engine is driven by one config."""
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -10,32 +9,19 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from shardopt.core.arguments import check_count, is_integer
 from shardopt.core.block_model import LossFn, as_block_model
 from shardopt.core.block_remat import INPUT, Named, Remat, read_remat
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, Rules
 from shardopt.engine.axes import AxisTable, axes_of
 from shardopt.engine.compiler_options import CompilerOptions, compiler_options
+from shardopt.engine.options import OPTIONS, BatchDims, OptStateLayout, SequenceDims, View
 from shardopt.engine.transformation import closed_over, functions_within
 from shardopt.engine.user_mesh import Axes, UserMesh, read_mesh
 from shardopt.partition import Report
 from shardopt.partition.rules import check_rules
 from shardopt.pipeline import Schedule
 from shardopt.reducers import Reducer
-from shardopt.reducers.reducer import check_reducer
-
-View = Literal["auto", "per_device", "global"]
-"""Where a loss runs: on each device's rows, on the whole batch, or where it is exact at the least cost."""
-
-OptStateLayout = Literal["within", "matrices"]
-"""How sharded optimizer state is cut: within each leaf, or between whole matrices, each on an owner."""
-
-BatchDims = Sequence[tuple[str, int | None]]
-"""(regex of key paths of the batch, the dim that counts rows or None); the first match counts."""
-
-SequenceDims = Sequence[tuple[str, int | None]]
-"""(regex of key paths of the batch, the dim that counts positions or None); the first match counts."""
 
 
 class ReportFn(Protocol):
@@ -73,7 +59,15 @@ ZERO_3 = Placement(params=True, grads=True, opt_state=True)
 
 STAGES = {1: ZERO_1, 2: ZERO_2, 3: ZERO_3}
 
-PLACEMENTS = {"ddp": DDP, "zero1": ZERO_1, "zero2": ZERO_2, "zero3": ZERO_3, "fsdp": ZERO_3}
+PlacementName = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
+
+PLACEMENTS: dict[str, Placement] = {
+    "ddp": DDP,
+    "zero1": ZERO_1,
+    "zero2": ZERO_2,
+    "zero3": ZERO_3,
+    "fsdp": ZERO_3,
+}
 """Placement names of `hybrid` -> placement."""
 
 
@@ -109,7 +103,9 @@ def _no_report(abstract_params: PyTree = None) -> Report:
 
 
 class StrategyConfig(NamedTuple):
-    """The checked arguments of a strategy; see `fsdp` and `hybrid` for the meaning of each argument.
+    """The checked arguments of a strategy.
+
+    A field that is not listed here is the option of the same name, which `shardopt.engine.options` describes.
 
     Attributes:
       strategy: the function that the user called, for messages.
@@ -117,31 +113,14 @@ class StrategyConfig(NamedTuple):
       mesh: the user's mesh. After the check: the same devices with our axis names, all Auto; `user_mesh` is the user's.
       loss_fn: the loss, or a `BlockModel`.
       placement: which of parameters, gradients and optimizer state are sharded over data.
-      micro_batches: the number of pieces that each device cuts its rows into.
-      rules: which dims are sharded over tensor, by key path.
-      min_shard_elements: leaves with fewer elements stay replicated over data.
-      gather_dtype: the dtype that parameters are cast to before they are gathered; None for no cast.
-      scatter_dtype: the dtype that gradients are cast to before they are reduce-scattered; None for the parameters' dtype.
-      frozen: regexes of key paths that are not trained.
       schedule: of a pipeline; None if every device runs its micro-batches one after another.
       blocks_per_stage: [V], the number of blocks of each virtual stage of a pipeline; None to divide them evenly.
       remat: whether a pipeline keeps only the input of each chunk.
       regather: whether a pipeline gathers a block's weights in every pass, rather than once a step.
-      reducer: how gradients cross the wire; None for an exact mean.
       local_updates: how replicas that train by themselves synchronize; None in a synchronous strategy. Each replica then
         has its own parameters and optimizer state, stacked along a first dim.
       sync_gradients: whether gradients are averaged over replicas that have their own parameters, as in a warm-up.
-      evaluate_fn: the loss that is evaluated; None for `loss_fn`.
-      compiler_options: options of the compiler; None for the result of `compiler_options(mesh)`.
-      view: where the loss runs: on each device's rows, on the whole batch in the global view, or chosen by a proof. Programs
-        are compiled from a config whose view is chosen.
-      separable: True if the user asserts that pieces of the batch add up; None to prove it.
-      axis_names: the names of the axes of the user's mesh; None for our names.
-      batch_dims: which dim of a batch leaf counts rows, by key path.
-      sequence_dims: which dim of a batch leaf counts positions, by key path.
-      expert_leaves: regexes of key paths of leaves whose first dim (of a block) counts experts.
-      opt_state_layout: whether sharded optimizer state is cut within leaves, or whole matrices live on owners.
-      offload: which state is in host memory between steps: none, or ("opt_state",).
+      axis_names: the option `axes`.
       user_mesh: where state, batch and metrics live; None until checked.
       report: `report(abstract_params=None)`, the placement of every leaf, by default for the last parameters.
     """
@@ -235,6 +214,19 @@ class StrategyConfig(NamedTuple):
         return self.axes.num_row_shares * self.micro_batches
 
 
+def configure(
+    strategy: str,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    loss_fn: LossFn,
+    placement: Placement,
+    options: Mapping[str, Any],
+) -> StrategyConfig:
+    """Return the config of a strategy from the options that its user passed."""
+    fields = {OPTIONS[name].field or name: value for name, value in options.items()}
+    return StrategyConfig(strategy, tx, mesh, loss_fn, placement, **fields)
+
+
 def check_config(config: StrategyConfig) -> StrategyConfig:
     """Return the config with arguments in the form that the engine uses and a mesh with Auto axes, or refuse it.
 
@@ -242,59 +234,34 @@ def check_config(config: StrategyConfig) -> StrategyConfig:
       TypeError: if the optimizer, mesh, loss, rules, or a number is of the wrong kind.
       ValueError: if a number is out of range, the mesh lacks data or has an idle axis, or a rule cannot be used.
     """
-    who = config.strategy
-    check_optimizer(who, config.tx)
+    caller = config.strategy
+    check_optimizer(caller, config.tx)
     mesh, user_mesh = config.mesh, config.user_mesh
     if user_mesh is None:  # a combinator passes a config that is checked already
-        mesh, user_mesh = read_mesh(who, mesh, config.axis_names, pipelined=config.schedule is not None)
+        mesh, user_mesh = read_mesh(caller, mesh, config.axis_names, pipelined=config.schedule is not None)
     model = as_block_model(config.loss_fn)
     if model is None and not callable(config.loss_fn):
         problem = "loss_fn must be a function (params, batch) -> loss, or a BlockModel"
-        raise TypeError(f"{who}: {problem}, got {type(config.loss_fn).__name__}.")
-    check_evaluate_fn(who, config)
-    check_count(who, "micro_batches", config.micro_batches, least=1)
-    check_count(who, "min_shard_elements", config.min_shard_elements, least=1)
-    _check_view(who, config)
-    _check_opt_state_layout(who, config)
-    offload = _check_offload(who, config)
-    if config.separable is not None and config.separable is not True:
-        problem = f"separable must be True (the loss is a mean over rows, do not check) or None (check), got {config.separable!r}."
-        raise TypeError(format_error(who, problem, fix="leave it out."))
-    if config.reducer is not None:
-        _check_reducer(who, config._replace(mesh=mesh))
-    options = compiler_options(mesh) if config.compiler_options is None else config.compiler_options
-    if not isinstance(options, Mapping):
-        problem = f"compiler_options must be a dict of option name to value, got {type(options).__name__}."
-        raise TypeError(format_error(who, problem, fix="start from so.compiler_options(mesh)."))
-    # Stored as a tuple, because the check would exhaust an iterator.
-    rules = user_mesh.rules(config.rules if callable(config.rules) else _rules_as_tuple(config.rules))
-    check_rules(rules, who=who)
-    frozen = _check_regexes(who, "frozen", config.frozen)
-    expert_leaves = _check_regexes(who, "expert_leaves", config.expert_leaves)
-    batch_dims = _check_dims(who, "batch_dims", config.batch_dims, example="[('^frames$', 1), ('^table$', None)]")
-    sequence_dims = _check_dims(
-        who, "sequence_dims", config.sequence_dims, example="[('^image$', 2), ('^labels$', None)]"
-    )
-    gather_dtype = _check_dtype(who, "gather_dtype", config.gather_dtype, fix="None to gather what is stored")
-    scatter_dtype = _check_scatter_dtype(who, config)
+        raise TypeError(f"{caller}: {problem}, got {type(config.loss_fn).__name__}.")
+    check_evaluate_fn(caller, config)
+    for name, option in OPTIONS.items():
+        field = option.field or name
+        config = config._replace(**{field: option.check(caller, name, getattr(config, field))})
+    config = config._replace(mesh=mesh, user_mesh=user_mesh, rules=user_mesh.rules(config.rules))
+    if config.compiler_options is None:
+        config = config._replace(compiler_options=compiler_options(mesh))
+    check_rules(config.rules, caller=caller)
+    _check_view(caller, config)
+    _check_opt_state_layout(caller, config)
+    _check_offload(caller, config)
+    _check_reducer(caller, config)
+    _check_scatter_dtype(caller, config)
     if model is not None:
-        _check_remat(who, config, model.remat)
-    return config._replace(
-        mesh=mesh,
-        user_mesh=user_mesh,
-        rules=rules,
-        frozen=frozen,
-        batch_dims=batch_dims,
-        sequence_dims=sequence_dims,
-        expert_leaves=expert_leaves,
-        offload=offload,
-        gather_dtype=gather_dtype,
-        scatter_dtype=scatter_dtype,
-        compiler_options=options,
-    )
+        _check_remat(caller, config, model.remat)
+    return config
 
 
-def check_optimizer(who: str, tx: optax.GradientTransformation) -> None:
+def check_optimizer(caller: str, tx: optax.GradientTransformation) -> None:
     """Refuse an object that is not an optax gradient transformation.
 
     Raises:
@@ -302,10 +269,10 @@ def check_optimizer(who: str, tx: optax.GradientTransformation) -> None:
     """
     if isinstance(sharded := getattr(tx, "config", None), StrategyConfig):
         problem = f"tx must be an optax.GradientTransformation, but it is sharded already, by so.{sharded.strategy}."
-        raise TypeError(format_error(who, problem, fix="pass the optax optimizer itself, opt.wrapped."))
+        raise TypeError(format_error(caller, problem, fix="pass the optax optimizer itself, opt.wrapped."))
     if isinstance(tx, type) or not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise TypeError(
-            f"{who}: tx must be an optax.GradientTransformation, got {type(tx).__name__}.\n"
+            f"{caller}: tx must be an optax.GradientTransformation, got {type(tx).__name__}.\n"
             "Fix: pass an optimizer such as optax.adamw(1e-3), called, not the function itself."
         )
     functions = functions_within(tx)
@@ -314,14 +281,14 @@ def check_optimizer(who: str, tx: optax.GradientTransformation) -> None:
         configs = [getattr(value, "config", None) for value in closed_over(f)] if in_optax else []
         if sharded := next((config for config in configs if isinstance(config, StrategyConfig)), None):
             problem = f"inside of tx is an optimizer that is sharded already, by so.{sharded.strategy}."
-            raise TypeError(format_error(who, problem, fix="put the optax optimizer itself there, opt.wrapped."))
+            raise TypeError(format_error(caller, problem, fix="put the optax optimizer itself there, opt.wrapped."))
     if any(f.__module__ == "optax._src.lookahead" for f in functions):
         problem = "optax.lookahead steps two copies of the parameters, and there is but one here."
         fix = "use so.local_sgd or so.diloco, whose outer step is that of lookahead, or the fast optimizer alone."
-        raise ValueError(format_error(who, problem, fix=fix))
+        raise ValueError(format_error(caller, problem, fix=fix))
 
 
-def check_evaluate_fn(who: str, config: StrategyConfig) -> None:
+def check_evaluate_fn(caller: str, config: StrategyConfig) -> None:
     """Refuse a loss of evaluation that cannot run on the parameters where they are placed.
 
     Raises:
@@ -335,146 +302,78 @@ def check_evaluate_fn(who: str, config: StrategyConfig) -> None:
         problem = (
             f"evaluate_fn must be a function (params, batch) -> loss, or a BlockModel, got {config.evaluate_fn!r:.80}."
         )
-        raise TypeError(format_error(who, problem, fix="pass evaluate_fn=loss, or leave it out to evaluate loss_fn."))
+        raise TypeError(
+            format_error(caller, problem, fix="pass evaluate_fn=loss, or leave it out to evaluate loss_fn.")
+        )
     if config.schedule is not None and not has_blocks:
         problem = "evaluate_fn must be a BlockModel, because the stages of the pipeline hold its blocks."
-        raise TypeError(format_error(who, problem, fix="pass model._replace(loss=...), or so.BlockModel(...)."))
+        raise TypeError(format_error(caller, problem, fix="pass model._replace(loss=...), or so.BlockModel(...)."))
     if has_blocks and not trains_blocks:
         problem = "evaluate_fn is a BlockModel, but loss_fn is not."
         fix = "train on the BlockModel too, or pass lambda params, batch: model.loss_fn(params, batch)."
-        raise TypeError(format_error(who, problem, fix=fix))
+        raise TypeError(format_error(caller, problem, fix=fix))
 
 
-def _check_view(who: str, config: StrategyConfig) -> None:
-    fix = (
-        "use view='auto' (chosen by a proof), 'per_device' (each device runs the loss on its rows) or 'global' (one loss of the "
-        "whole batch)."
-    )
-    if not isinstance(config.view, str):
-        raise TypeError(format_error(who, f"view must be a string, got {config.view!r}.", fix=fix))
-    if config.view not in get_args(View):
-        raise ValueError(format_error(who, f"unknown view {config.view!r}.", fix=fix))
+def _check_view(caller: str, config: StrategyConfig) -> None:
     if config.view == "global" and config.schedule is not None:
         problem = (
             "a pipeline computes the loss one micro-batch after another, and view='global' that of the whole batch."
         )
         fix = "make the mesh with pipeline=1, or use view='per_device'."
-        raise ValueError(format_error(who, problem, fix=fix))
+        raise ValueError(format_error(caller, problem, fix=fix))
     if config.view == "global" and config.reducer is not None:
         problem = (
             "a reducer takes each device's own gradient, and with view='global' there is only that of the whole batch."
         )
-        raise ValueError(format_error(who, problem, fix="leave reducer out, or use view='per_device'."))
+        raise ValueError(format_error(caller, problem, fix="leave reducer out, or use view='per_device'."))
 
 
-def _check_opt_state_layout(who: str, config: StrategyConfig) -> None:
-    layout = config.opt_state_layout
-    fix = "use 'within' (shards of every leaf) or 'matrices' (whole matrices on owners)."
-    if not isinstance(layout, str):
-        raise TypeError(format_error(who, f"opt_state_layout must be a string, got {layout!r}.", fix=fix))
-    if layout not in get_args(OptStateLayout):
-        raise ValueError(format_error(who, f"unknown opt_state_layout {layout!r}.", fix=fix))
-    if layout == "matrices" and not config.placement.opt_state:
+def _check_opt_state_layout(caller: str, config: StrategyConfig) -> None:
+    if config.opt_state_layout == "matrices" and not config.placement.opt_state:
         problem = "opt_state_layout='matrices' says how optimizer state is sharded, and this placement replicates it."
         raise ValueError(
-            format_error(who, problem, fix="use a placement that shards it (zero, fsdp), or leave it out.")
+            format_error(caller, problem, fix="use a placement that shards it (zero, fsdp), or leave it out.")
         )
 
 
-def _check_offload(who: str, config: StrategyConfig) -> tuple[str, ...]:
-    fix = "use offload=('opt_state',), or leave it out."
-    offload = config.offload
-    if isinstance(offload, str) or not isinstance(offload, Iterable):
-        raise TypeError(format_error(who, f"offload must be a sequence of names, got {offload!r}.", fix=fix))
-    names = tuple(offload)
-    if unknown := [repr(name) for name in names if name != "opt_state"]:
-        raise ValueError(format_error(who, "offload names what cannot wait in host memory.", unknown, fix))
-    if names and config.per_replica:
+def _check_offload(caller: str, config: StrategyConfig) -> None:
+    if config.offload and config.per_replica:
         problem = "replicas that train apart keep their parameters in the optimizer state, which every step needs."
-        raise ValueError(format_error(who, problem, fix="leave offload out of the strategy inside."))
-    return names
+        raise ValueError(format_error(caller, problem, fix="leave offload out of the strategy inside."))
 
 
-def _check_reducer(who: str, config: StrategyConfig) -> None:
-    check_reducer(who, config.reducer)
+def _check_reducer(caller: str, config: StrategyConfig) -> None:
+    if config.reducer is None:
+        return
     if config.mesh.shape.get("expert", 1) > 1:
         problem = (
             "a reducer takes the mean of all leaves over the same devices, and those of experts differ along expert."
         )
-        raise ValueError(format_error(who, problem, fix="leave reducer out, or make the mesh with expert=1."))
+        raise ValueError(format_error(caller, problem, fix="leave reducer out, or make the mesh with expert=1."))
     if config.placement.grads:
         problem = "a reducer takes the mean of unsharded gradients, and this placement shards them."
-        raise ValueError(format_error(who, problem, fix="use placement='ddp' or 'zero1', or leave reducer out."))
+        raise ValueError(format_error(caller, problem, fix="use placement='ddp' or 'zero1', or leave reducer out."))
 
 
-def _check_remat(who: str, config: StrategyConfig, remat: Remat) -> None:
-    parsed_remat = read_remat(who, remat)
+def _check_remat(caller: str, config: StrategyConfig, remat: Remat) -> None:
+    parsed_remat = read_remat(caller, remat)
     if config.schedule is not None and isinstance(parsed_remat, Named) and parsed_remat.offload:
         problem = f"BlockModel.remat={remat!r} keeps values in host memory, and a pipeline keeps them in buffers of the device."
         remedy = "'full'" if INPUT in parsed_remat.names else f"'save:{','.join(parsed_remat.names)}' or 'full'"
         fix = f"use {remedy}, or a mesh with pipeline=1."
-        raise ValueError(format_error(who, problem, fix=fix))
+        raise ValueError(format_error(caller, problem, fix=fix))
 
 
-def _rules_as_tuple(rules: Any) -> Any:
-    return rules if isinstance(rules, str | dict) or not isinstance(rules, Iterable) else tuple(rules)
-
-
-def _check_regexes(who: str, name: str, regexes: Sequence[str]) -> tuple[str, ...]:
-    patterns = None if isinstance(regexes, str) or not isinstance(regexes, Iterable) else tuple(regexes)
-    if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
-        raise TypeError(f"{who}: {name} must be a sequence of regular expressions, got {regexes!r}.")
-    _check_patterns(who, name, patterns)
-    return patterns
-
-
-def _check_dims(
-    who: str, name: str, dims: Sequence[tuple[str, int | None]], *, example: str
-) -> Sequence[tuple[str, int | None]]:
-    pairs = None if isinstance(dims, str) or not isinstance(dims, Iterable) else tuple(dims)
-    is_pair = lambda pair: isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)  # noqa: E731
-    if pairs is None or not all(is_pair(pair) and (pair[1] is None or is_integer(pair[1])) for pair in pairs):
-        problem = f"{name} must be a sequence of (regex of key paths, dim or None), got {dims!r}."
-        raise TypeError(format_error(who, problem, fix=f"write {name}={example}."))
-    _check_patterns(who, name, [pattern for pattern, _ in pairs])
-    return pairs
-
-
-def _check_patterns(who: str, name: str, patterns: Sequence[str]) -> None:
-    invalid_patterns = []
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            invalid_patterns.append(f"{pattern!r}: {error}")
-    if invalid_patterns:
-        fix = "escape what is meant literally, with re.escape."
-        raise ValueError(format_error(who, f"{name} must be regular expressions.", invalid_patterns, fix))
-
-
-def _check_scatter_dtype(who: str, config: StrategyConfig) -> jnp.dtype | None:
-    dtype = _check_dtype(who, "scatter_dtype", config.scatter_dtype, fix="None to sum in the dtype that is stored")
-    if dtype is not None and not config.placement.opt_state:
+def _check_scatter_dtype(caller: str, config: StrategyConfig) -> None:
+    if config.scatter_dtype is None:
+        return
+    if not config.placement.opt_state:
         problem = "scatter_dtype is for placements that reduce-scatter gradients, and this one all-reduces them."
-        fix = f"use reducer=so.reducers.exact(jnp.{dtype.name}), or a placement that shards."
-        raise ValueError(format_error(who, problem, fix=fix))
-    if dtype is not None and config.reducer is not None:
+        fix = f"use reducer=so.reducers.exact(jnp.{jnp.dtype(config.scatter_dtype).name}), or a placement that shards."
+        raise ValueError(format_error(caller, problem, fix=fix))
+    if config.reducer is not None:
         problem = "scatter_dtype and reducer both say how gradients cross the wire."
-        raise ValueError(format_error(who, problem, fix="leave one of them out."))
-    if dtype is not None and config.view == "global":
+        raise ValueError(format_error(caller, problem, fix="leave one of them out."))
+    if config.view == "global":
         problem = "with view='global' the partitioner sums gradients, in the dtype of the products that make them."
-        raise ValueError(format_error(who, problem, fix="leave scatter_dtype out, or use view='per_device'."))
-    return dtype
-
-
-def _check_dtype(who: str, name: str, dtype: jax.typing.DTypeLike | None, *, fix: str) -> jnp.dtype | None:
-    if dtype is None:
-        return None
-    try:
-        floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    except TypeError:
-        floating = False
-    if not floating:
-        problem = f"{name} must be a floating dtype, got {dtype if isinstance(dtype, str) else jnp.dtype(dtype)}."
-        raise ValueError(format_error(who, problem, fix=f"use jnp.bfloat16, or {fix}."))
-    return jnp.dtype(dtype)
+        raise ValueError(format_error(caller, problem, fix="leave scatter_dtype out, or use view='per_device'."))

@@ -168,7 +168,7 @@ def num_micro_batches(config: StrategyConfig, layout: Layout, batch: PyTree, *, 
         pieces=count,
         blocks=config.axes.num_row_shares,  # `constraints.cut_rows`: each micro-batch has a part of the rows of each device
         dims=[row_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(batch)],
-        who=config.strategy,
+        caller=config.strategy,
         key=key,
         training=training,
     )

@@ -42,11 +42,11 @@ def check_params(config: StrategyConfig, params: PyTree) -> PyTree:
     return shapes
 
 
-def check_keys(who: str, params: PyTree, frozen: Sequence[str] | None = None) -> None:
+def check_keys(caller: str, params: PyTree, frozen: Sequence[str] | None = None) -> None:
     """Refuse random keys among the parameters: no optimizer changes them, so a loss would draw the same numbers at every step.
 
     Args:
-      who: the function that the user called, for messages.
+      caller: the function that the user called, for messages.
       params: parameters as shapes and dtypes.
       frozen: the regexes of leaves that are not trained; None if the function has no such argument.
 
@@ -62,7 +62,7 @@ def check_keys(who: str, params: PyTree, frozen: Sequence[str] | None = None) ->
             "(so.interop.nnx does both for an nnx module)"
         )
         fix += "." if frozen is None else "; or name them in frozen= if they are to stay as they are."
-        raise ValueError(format_error(who, problem, trained_keys, fix))
+        raise ValueError(format_error(caller, problem, trained_keys, fix))
 
 
 def check_state(config: StrategyConfig, state: TrainState) -> None:

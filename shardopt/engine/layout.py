@@ -71,7 +71,7 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
     tables = _tables(config, abstract_params)
     plans = plan_leaves(
         abstract_params,
-        who=config.strategy,
+        caller=config.strategy,
         mesh=config.mesh,
         rules=config.rules,
         stacked=as_block_model(config.loss_fn) is not None,

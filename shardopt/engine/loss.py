@@ -231,11 +231,11 @@ def step_key(
     return jax.random.fold_in(key, micro_batch)
 
 
-def loss_parts(who: str, returned: PyTree, rows: int) -> LossParts:
+def loss_parts(caller: str, returned: PyTree, rows: int) -> LossParts:
     """Convert the result of a loss, `scalar | Weighted`, alone or with an aux dict, to `LossParts`.
 
     Args:
-      who: the function that the user called, for messages.
+      caller: the function that the user called, for messages.
       returned: the result of the loss function.
       rows: the number of rows of its batch. Both parts of a `Weighted` are divided by it, which leaves their quotient
         unchanged and makes the total as large as a mean.
@@ -249,34 +249,34 @@ def loss_parts(who: str, returned: PyTree, rows: int) -> LossParts:
     loss_value, aux = returned, {}
     if isinstance(returned, tuple) and not isinstance(returned, Weighted | Sum | Max | Min):
         if len(returned) != 2:
-            raise TypeError(f"{who}: loss_fn must return loss or (loss, aux), got a tuple of {len(returned)}.")
+            raise TypeError(f"{caller}: loss_fn must return loss or (loss, aux), got a tuple of {len(returned)}.")
         loss_value, aux = returned
     if aux is None:
         aux = {}
     if not isinstance(aux, dict):
         problem = f"the aux value of loss_fn must be a dict of metrics, got {type(aux).__name__}."
         fix = "return (loss, {'name': value}); or so.Weighted(total, weight) for a mean of total / weight."
-        raise TypeError(format_error(who, problem, fix=fix))
+        raise TypeError(format_error(caller, problem, fix=fix))
     if reserved_names := [name for name in RESERVED if name in aux]:
         fix = "rename it in the aux dict of loss_fn."
-        raise ValueError(format_error(who, f"metric names that shardopt itself reports: {reserved_names}.", fix=fix))
+        raise ValueError(format_error(caller, f"metric names that shardopt itself reports: {reserved_names}.", fix=fix))
     updates = [leaf for value in aux.values() if isinstance(value, Updated) for leaf in leaves_with_paths(value.values)]
     metrics = {name: value for name, value in aux.items() if not isinstance(value, Updated)}
-    _check_metrics(who, metrics)
+    _check_metrics(caller, metrics)
     if isinstance(loss_value, Sum | Max | Min) or not _is_metric(loss_value):
         problem = f"loss_fn must return a number, got {type(loss_value).__name__}."
-        raise TypeError(format_error(who, problem, fix="return a scalar, so.Weighted, or (that, aux dict)."))
+        raise TypeError(format_error(caller, problem, fix="return a scalar, so.Weighted, or (that, aux dict)."))
     return LossParts(
-        loss=_loss(who, loss_value, rows),
+        loss=_loss(caller, loss_value, rows),
         metrics={name: _metric(value, rows) for name, value in metrics.items()},
         updates={path: jax.lax.stop_gradient(value) for path, value in updates},
     )
 
 
-def _check_metrics(who: str, metrics: dict[str, PyTree]) -> None:
+def _check_metrics(caller: str, metrics: dict[str, PyTree]) -> None:
     if wrong_metrics := [f"{name}: {type(value).__name__}" for name, value in metrics.items() if not _is_metric(value)]:
         problem = "aux values of loss_fn must be numbers, arrays, so.Weighted, so.Sum, so.Max, so.Min or so.Updated."
-        raise TypeError(format_error(who, problem, wrong_metrics, "give each number a name of its own."))
+        raise TypeError(format_error(caller, problem, wrong_metrics, "give each number a name of its own."))
     plain_metrics = {
         name: jnp.asarray(x) for name, x in metrics.items() if not isinstance(x, Weighted | Sum | Max | Min)
     }
@@ -286,17 +286,19 @@ def _check_metrics(who: str, metrics: dict[str, PyTree]) -> None:
     ]:
         problem = f"{plural(len(discrete), 'metric')} of integers or booleans: a count, or a mean?"
         fix = "say which: so.Sum(x), so.Max(x), so.Min(x), so.Weighted(total, weight), or x.astype(float) for the mean."
-        raise TypeError(format_error(who, problem, discrete, fix))
+        raise TypeError(format_error(caller, problem, discrete, fix))
     for name, value in metrics.items():
-        _check_terms(who, f"metric {name!r}", value)
+        _check_terms(caller, f"metric {name!r}", value)
 
 
-def _check_terms(who: str, name: str, value: PyTree) -> None:
+def _check_terms(caller: str, name: str, value: PyTree) -> None:
     if isinstance(value, Weighted):
         totals, weights = (len(x) if isinstance(x, tuple) else 1 for x in value)
         if totals != weights:
             problem = f"{name} is so.Weighted of {plural(totals, 'total')} and {plural(weights, 'weight')}."
-            raise ValueError(format_error(who, problem, fix="give each total a weight: so.Weighted((a, b), (wa, wb))."))
+            raise ValueError(
+                format_error(caller, problem, fix="give each total a weight: so.Weighted((a, b), (wa, wb)).")
+            )
 
 
 def _is_metric(value: PyTree) -> bool:
@@ -331,16 +333,16 @@ def _per_row(value: ArrayLike | Weighted, rows: int) -> Weighted:
     return Weighted(total / rows, weight / rows) if isinstance(value, Weighted) else Weighted(total, weight)
 
 
-def _loss(who: str, loss_value: ArrayLike | Weighted, rows: int) -> Weighted:
-    _check_terms(who, "the loss", loss_value)
+def _loss(caller: str, loss_value: ArrayLike | Weighted, rows: int) -> Weighted:
+    _check_terms(caller, "the loss", loss_value)
     for total in jax.tree.leaves(loss_value.total if isinstance(loss_value, Weighted) else loss_value):
         if not jnp.issubdtype(dtype := jnp.asarray(total).dtype, jnp.floating):
-            raise TypeError(f"{who}: loss_fn must return a real floating number, got dtype {dtype}.")
+            raise TypeError(f"{caller}: loss_fn must return a real floating number, got dtype {dtype}.")
     loss = _per_row(loss_value, rows)
     for name, values in loss._asdict().items():
         for value in jax.tree.leaves(values):
             if value.shape != ():
                 problem = f"loss_fn must return a scalar, but its {name} has shape {value.shape}."
                 fix = "reduce it with .mean() over the examples, or return so.Weighted(sum, weight)."
-                raise ValueError(format_error(who, problem, fix=fix))
+                raise ValueError(format_error(caller, problem, fix=fix))
     return loss

@@ -124,11 +124,11 @@ class ShardedOptimizer(NamedTuple):
         return next(i for i, device in enumerate(self.mesh.devices.flat) if device.process_index == process)
 
 
-def check_is_strategy(who: str, opt: object) -> None:
+def check_is_strategy(caller: str, opt: object) -> None:
     """Refuse, by a TypeError, a value that is not a `ShardedOptimizer`, such as the loss or the optax transformation."""
     if not isinstance(opt, ShardedOptimizer):
         problem = f"opt must be a so.ShardedOptimizer, got {type(opt).__name__}."
-        raise TypeError(format_error(who, problem, fix="pass what so.ddp, so.zero, so.fsdp or so.hybrid returns."))
+        raise TypeError(format_error(caller, problem, fix="pass what so.ddp, so.zero, so.fsdp or so.hybrid returns."))
 
 
 def not_a_transformation(strategy: str) -> TypeError:

@@ -217,17 +217,17 @@ def _enter(context: RowContext) -> Iterator[None]:
         _CONTEXT.reset(token)
 
 
-def _context(who: str, x: PyTree) -> RowContext | None:
+def _context(caller: str, x: PyTree) -> RowContext | None:
     """Return the context; raise ValueError if the rows of the whole batch are not available, or x has none."""
     if scalars := [path or "x" for path, leaf in leaves_with_paths(x) if jnp.ndim(leaf) == 0]:
         fix = "pass what each row gives, [rows, ...]; a mean over rows is no row."
-        raise ValueError(format_error(who, "an array without dims has no rows.", scalars, fix))
+        raise ValueError(format_error(caller, "an array without dims has no rows.", scalars, fix))
     context = _CONTEXT.get()
     if context is None:
         if mesh_under_trace().manual_axes:
             problem = "it was called in the per-device view, but outside of a strategy's loss."
             fix = "call it in the loss itself, not in a shard_map of your own or in a rule of jax.custom_vjp."
-            raise ValueError(format_error(who, problem, fix=fix))
+            raise ValueError(format_error(caller, problem, fix=fix))
         return None
     refused = context.refused
     if refused is None and context.micro_batches > 1:
@@ -235,7 +235,7 @@ def _context(who: str, x: PyTree) -> RowContext | None:
         refused = problem, "use micro_batches=1, or view='global'"
     if refused is not None:
         problem, fix = refused
-        raise ValueError(format_error(who, f"{problem}, never the rows of the whole batch.", fix=f"{fix}."))
+        raise ValueError(format_error(caller, f"{problem}, never the rows of the whole batch.", fix=f"{fix}."))
     return context
 
 

@@ -88,7 +88,7 @@ def find_mixing(
     *,
     pieces: int,
     blocks: int = 1,
-    who: str = "loss_fn",
+    caller: str = "loss_fn",
     key: jax.Array | None = None,
     context: RowContext | None = None,
     axis_sizes: Mapping[str, int] | None = None,
@@ -104,7 +104,7 @@ def find_mixing(
       batch: the whole batch as shapes and dtypes.
       pieces: n, the number of equal pieces of the batch.
       blocks: the number of blocks of rows. A piece has an equal part of every block. 1 if pieces are contiguous.
-      who: the function that the user called, for messages.
+      caller: the function that the user called, for messages.
       key: a random key as shape and dtype, for a loss that takes one.
       context: the context of `gather_batch`, `batch_mean` and `batch_sum` on a piece; None if the piece knows no other rows.
       axis_sizes: the sizes of the mesh axes that the loss may name.
@@ -112,7 +112,7 @@ def find_mixing(
       dims: the dim of each leaf of the batch that is cut, or None; by default the first dim.
       positions: whether the batch is cut along positions of sequences; if False, along rows.
     """
-    loss_fn = _with_checked_blocks(who, loss_fn)
+    loss_fn = _with_checked_blocks(caller, loss_fn)
     unit = "positions" if positions else "rows"
     leaves, treedef = jax.tree.flatten(batch)
     dims = [0 if leaf.ndim else None for leaf in leaves] if dims is None else dims
@@ -125,7 +125,7 @@ def find_mixing(
     if any(whole_size % (pieces * blocks) for whole_size, _ in lengths):
         return Mixing("the loss", f"its {unit} cannot be cut into {pieces} equal pieces.")
     piece_batch = treedef.unflatten([_cut(*pair, pieces) for pair in zip(leaves, dims, strict=True)])
-    trace = functools.partial(_trace_loss, who, loss_fn, params, key=key)
+    trace = functools.partial(_trace_loss, caller, loss_fn, params, key=key)
     # an error on the whole batch is an error of the loss itself, so it is not caught
     whole_axis_sizes = {axis: 1 if axis in row_axes else size for axis, size in all_axis_sizes.items()}
     whole_jaxpr, _ = trace(batch, context=whole_context, axis_sizes=whole_axis_sizes)
@@ -176,7 +176,7 @@ def find_mixing(
 
 
 def find_trained_weight(
-    loss_fn: LossFn, params: PyTree, batch: PyTree, *, who: str = "loss_fn", key: jax.Array | None = None
+    loss_fn: LossFn, params: PyTree, batch: PyTree, *, caller: str = "loss_fn", key: jax.Array | None = None
 ) -> str | None:
     """Return the name of a weight of a `Weighted` loss that follows from the parameters, such as "the weight"; or None.
 
@@ -184,15 +184,15 @@ def find_trained_weight(
       loss_fn: the loss, or a `BlockModel`.
       params: parameters as shapes and dtypes.
       batch: the batch as shapes and dtypes.
-      who: the function that the user called, for messages.
+      caller: the function that the user called, for messages.
       key: a random key as shape and dtype, for a loss that takes one.
     """
-    jaxpr, results = _trace_loss(who, loss_fn, params, batch, key=key)
+    jaxpr, results = _trace_loss(caller, loss_fn, params, batch, key=key)
     return _trained_weight_name(jaxpr, results, len(jax.tree.leaves(params)))
 
 
 def _trace_loss(
-    who: str,
+    caller: str,
     loss_fn: LossFn,
     params: PyTree,
     batch: PyTree,
@@ -207,7 +207,7 @@ def _trace_loss(
     def traced_loss(params: PyTree, batch: PyTree, key: jax.Array | None) -> list[jax.Array]:
         with analysis():
             returned = call(loss_fn if context is None else with_rows(context, loss_fn), key, 0, params, batch)
-        loss_parts(who, returned, 1)  # raises if this is not a loss
+        loss_parts(caller, returned, 1)  # raises if this is not a loss
         results[:] = _named_results(returned)
         return [jnp.asarray(leaf) for result in results for leaf in result.leaves]
 
@@ -299,7 +299,7 @@ def _find_obstacle(config: StrategyConfig, layout: Layout, batch: PyTree, *, tra
     axes = config.axes
     find = functools.partial(
         find_mixing,
-        who=config.strategy,
+        caller=config.strategy,
         key=jax.eval_shape(lambda: jax.random.key(0)) if training and takes_rng(config.loss_fn) else None,
         axis_sizes={axis: size for axis, size in axes.sizes.items() if axis != TENSOR or size == 1},
         training=training,
@@ -392,7 +392,7 @@ def as_gathered(config: StrategyConfig, layout: Layout) -> PyTree:
     return layout.treedef.unflatten([gathered(*pair) for pair in zip(leaves, layout.plans, strict=True)])
 
 
-def _with_checked_blocks(who: str, loss_fn: LossFn) -> LossFn:
+def _with_checked_blocks(caller: str, loss_fn: LossFn) -> LossFn:
     """Return the loss; if it is a `BlockModel`, its blocks check that a result is like the input, as in the step."""
     model = as_block_model(loss_fn)
     if model is None:
@@ -401,7 +401,7 @@ def _with_checked_blocks(who: str, loss_fn: LossFn) -> LossFn:
     @functools.wraps(model.block)
     def block(block_params: PyTree, x: PyTree, **key: Any) -> PyTree:
         leaves, treedef = jax.tree.flatten(x)
-        return treedef.unflatten(leaves_like(who, leaves, treedef, model.block(block_params, x, **key)))
+        return treedef.unflatten(leaves_like(caller, leaves, treedef, model.block(block_params, x, **key)))
 
     return model._replace(block=block)
 

@@ -101,12 +101,12 @@ def _update(
     return update(grads, opt_state, params)
 
 
-def _check_same_form(who: str, before: PyTree, after: PyTree) -> None:
+def _check_same_form(caller: str, before: PyTree, after: PyTree) -> None:
     """Refuse, by a ValueError, an optimizer that changes the structure, shapes or dtypes of its state."""
     fix = "let init make each leaf with the shape and dtype that update returns, or cast to it in update."
     if jax.tree.structure(before) != jax.tree.structure(after):
         problem = "update of the optimizer returned a state of another structure than it was given."
-        raise ValueError(format_error(who, problem, fix="let init make what update returns."))
+        raise ValueError(format_error(caller, problem, fix="let init make what update returns."))
     describe = lambda leaf: f"{leaf.dtype}{list(leaf.shape)}"  # noqa: E731
     leaves = zip(leaves_with_paths(abstract(before)), jax.tree.leaves(abstract(after)), strict=True)
     changed = [
@@ -116,7 +116,7 @@ def _check_same_form(who: str, before: PyTree, after: PyTree) -> None:
     ]
     if changed:
         problem = "update of the optimizer changed its state's form, which must be the same at every step."
-        raise ValueError(format_error(who, problem, changed, fix))
+        raise ValueError(format_error(caller, problem, changed, fix))
 
 
 def _replace_updated(config: StrategyConfig, layout: Layout, params: PyTree, updates: dict[str, jax.Array]) -> PyTree:

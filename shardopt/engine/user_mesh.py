@@ -119,7 +119,7 @@ def on_auto_axes(sharding: Any) -> Any:
     return NamedSharding(UserMesh(sharding.mesh, {}).auto, sharding.spec)
 
 
-def read_mesh(who: str, mesh: Mesh, names: Axes | None, *, pipelined: bool) -> tuple[Mesh, UserMesh]:
+def read_mesh(caller: str, mesh: Mesh, names: Axes | None, *, pipelined: bool) -> tuple[Mesh, UserMesh]:
     """Return a mesh with our axis names, every axis that strategies need, all Auto; and the user's mesh.
 
     Raises:
@@ -128,13 +128,15 @@ def read_mesh(who: str, mesh: Mesh, names: Axes | None, *, pipelined: bool) -> t
         pipeline. If an axis above 1 has no role, or the axes of a role are not next to each other.
     """
     if not isinstance(mesh, Mesh):
-        raise TypeError(f"{who}: mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. Fix: use so.make_mesh().")
-    axes = _axes_of_roles(who, mesh, Axes() if names is None else names)
+        raise TypeError(
+            f"{caller}: mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. Fix: use so.make_mesh()."
+        )
+    axes = _axes_of_roles(caller, mesh, Axes() if names is None else names)
     for role in ("data", "pipeline") if pipelined else ("data",):
         if role not in axes:
             problem = f"the mesh has axes {mesh.axis_names}, none of them {role!r}."
             fix = f"make the mesh with so.make_mesh({role}=...), or say which axis it is: axes=so.Axes({role}=...)."
-            raise ValueError(format_error(who, problem, fix=fix))
+            raise ValueError(format_error(caller, problem, fix=fix))
     role_of = {axis: role for role, role_axes in axes.items() for axis in role_axes}
     known_roles = {role for role, row in TABLE.items() if pipelined or row.splits != "blocks"}
     for axis, size in mesh.shape.items():
@@ -143,8 +145,8 @@ def read_mesh(who: str, mesh: Mesh, names: Axes | None, *, pipelined: bool) -> t
             fix = f"use the axes data, tensor, pipeline, context, expert, replica, or say what it is: axes=so.Axes(data={axis!r})."
             if axis in role_of:
                 fix = "use so.hybrid, or make the mesh with pipeline=1."
-            raise ValueError(format_error(who, problem, fix=fix))
-    _check_neighbours(who, mesh, role_of)
+            raise ValueError(format_error(caller, problem, fix=fix))
+    _check_neighbours(caller, mesh, role_of)
     # The same devices with all axes, as Auto: jax.make_mesh makes Explicit axes, and the partitioner can only handle the
     # tensor axis if it is Auto.
     order = [*dict.fromkeys(role_of[axis] for axis in mesh.axis_names if axis in role_of)]
@@ -154,31 +156,31 @@ def read_mesh(who: str, mesh: Mesh, names: Axes | None, *, pipelined: bool) -> t
     return Mesh(grid, tuple(order), axis_types=(AxisType.Auto,) * len(order)), UserMesh(mesh, axes)
 
 
-def _axes_of_roles(who: str, mesh: Mesh, names: Axes) -> dict[str, tuple[str, ...]]:
+def _axes_of_roles(caller: str, mesh: Mesh, names: Axes) -> dict[str, tuple[str, ...]]:
     fix = 'write axes=so.Axes(data="dp", tensor="tp"); several axes of one role as a tuple.'
     if not isinstance(names, Axes):
-        raise TypeError(format_error(who, f"axes must be so.Axes, got {names!r}.", fix=fix))
+        raise TypeError(format_error(caller, f"axes must be so.Axes, got {names!r}.", fix=fix))
     axes_of_roles: dict[str, tuple[str, ...]] = {}
     for role, names_of_role in names._asdict().items():
         axes = (names_of_role,) if isinstance(names_of_role, str) else names_of_role
         if not isinstance(axes, Sequence) or not all(isinstance(axis, str) for axis in axes):
-            raise TypeError(format_error(who, f"axes.{role} must name mesh axes, got {names_of_role!r}.", fix=fix))
+            raise TypeError(format_error(caller, f"axes.{role} must name mesh axes, got {names_of_role!r}.", fix=fix))
         if names_of_role != role and (missing := [axis for axis in axes if axis not in mesh.axis_names]):
             problem = f"axes.{role} names {', '.join(map(repr, missing))}, but the mesh has axes {mesh.axis_names}."
-            raise ValueError(format_error(who, problem, fix="name axes of the mesh."))
+            raise ValueError(format_error(caller, problem, fix="name axes of the mesh."))
         ordered_axes = tuple(axis for axis in mesh.axis_names if axis in axes)
         if ordered_axes:
             axes_of_roles[role] = ordered_axes
     named_axes = [axis for role_axes in axes_of_roles.values() for axis in role_axes]
     if repeated := sorted({axis for axis in named_axes if named_axes.count(axis) > 1}):
         problem = f"mesh axis {', '.join(map(repr, repeated))} has two roles: {names}."
-        raise ValueError(format_error(who, problem, fix="give each axis one role."))
+        raise ValueError(format_error(caller, problem, fix="give each axis one role."))
     return {role: axes_of_roles[role] for role in AXES if role in axes_of_roles}
 
 
-def _check_neighbours(who: str, mesh: Mesh, role_of: dict[str, str]) -> None:
+def _check_neighbours(caller: str, mesh: Mesh, role_of: dict[str, str]) -> None:
     order = [role_of[axis] for axis, size in mesh.shape.items() if size > 1]
     runs = [role for i, role in enumerate(order) if i == 0 or order[i - 1] != role]
     if separated := [role for role in dict.fromkeys(runs) if runs.count(role) > 1]:
         problem = f"the axes of {' and '.join(separated)} are not next to each other in the mesh {dict(mesh.shape)}."
-        raise ValueError(format_error(who, problem, fix="make the mesh with the axes of one role side by side."))
+        raise ValueError(format_error(caller, problem, fix="make the mesh with the axes of one role side by side."))

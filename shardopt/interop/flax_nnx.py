@@ -12,7 +12,7 @@ from shardopt.core.errors import format_error
 from shardopt.core.extras import require
 from shardopt.core.types import PyTree, Updated, Weighted, leaves_with_paths
 
-WHO = "interop.nnx"
+CALLER = "interop.nnx"
 
 
 class NnxLoss(NamedTuple):
@@ -77,7 +77,7 @@ def nnx(model: Any, loss: Callable[..., Any], *, wrt: Any = None) -> NnxLoss:
     References:
       Heek et al., "Flax: A neural network library and ecosystem for JAX", 2024.
     """
-    require("flax", extra="flax", who=WHO)
+    require("flax", extra="flax", caller=CALLER)
     from flax import nnx as flax
 
     is_module = isinstance(model, flax.Module)
@@ -86,14 +86,14 @@ def nnx(model: Any, loss: Callable[..., Any], *, wrt: Any = None) -> NnxLoss:
     )
     if not isinstance(abstract_module, flax.Module):
         problem = f"model must be an nnx.Module, or a function rngs -> nnx.Module, got {type(model).__name__}."
-        raise TypeError(format_error(WHO, problem))
+        raise TypeError(format_error(CALLER, problem))
     structure, streams, values = flax.split(abstract_module, flax.RngState, ...)
     trained_paths = {
         path for path, _ in leaves_with_paths(flax.filter_state(values, flax.Param if wrt is None else wrt))
     }
     if not trained_paths:
         problem = f"wrt={wrt} matches nothing that {type(abstract_module).__name__} holds."
-        raise ValueError(format_error(WHO, problem, fix="pass a filter of nnx, such as nnx.Param."))
+        raise ValueError(format_error(CALLER, problem, fix="pass a filter of nnx, such as nnx.Param."))
 
     def state_of(module: Any) -> PyTree:
         return flax.state(module, flax.Not(flax.RngState))

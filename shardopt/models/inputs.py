@@ -41,18 +41,18 @@ class Activations(NamedTuple):
     order: Array | None
 
 
-def read_inputs(who: str, batch: PyTree) -> Inputs:
+def read_inputs(caller: str, batch: PyTree) -> Inputs:
     """Return the checked arrays of a batch: a dict of "tokens" [B, T + 1], or of "tokens" and "targets" [B, T].
 
     Args:
-      who: the model, for errors.
+      caller: the model, for errors.
       batch: the dict; optional "weights", "segment_ids", "positions" and "order" are [B, T] in either form.
 
     Raises:
       TypeError: if it is not a dict with tokens, or a leaf other than the weights does not hold integers.
       ValueError: if tokens have another shape, or another leaf does not have the shape of the inputs.
     """
-    expected = f"{who}: a batch is a dict with integer tokens [B, T + 1], or tokens and targets [B, T], T at least 1"
+    expected = f"{caller}: a batch is a dict with integer tokens [B, T + 1], or tokens and targets [B, T], T at least 1"
     if not isinstance(batch, Mapping) or "tokens" not in batch:
         actual = f"a dict with {sorted(batch)}" if isinstance(batch, Mapping) else type(batch).__name__
         raise TypeError(f"{expected}; got {actual}.")
@@ -65,12 +65,12 @@ def read_inputs(who: str, batch: PyTree) -> Inputs:
     names = "targets", "weights", "segment_ids", "positions", "order"
     leaves = {name: batch[name] for name in names if name in batch}
     if bad_leaves := [f"{name}: shape {leaf.shape}" for name, leaf in leaves.items() if leaf.shape != shape]:
-        raise ValueError(format_error(who, f"a leaf of the batch is not of shape [B, T] = {shape}.", bad_leaves))
+        raise ValueError(format_error(caller, f"a leaf of the batch is not of shape [B, T] = {shape}.", bad_leaves))
     integers = {name: leaf for name, leaf in leaves.items() if name != "weights"}
     if bad_leaves := [
         f"{name}: {leaf.dtype}" for name, leaf in integers.items() if not jnp.issubdtype(leaf.dtype, jnp.integer)
     ]:
-        raise TypeError(format_error(who, "a leaf of the batch does not hold integers.", bad_leaves))
+        raise TypeError(format_error(caller, "a leaf of the batch does not hold integers.", bad_leaves))
     tokens, integers = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.int32), (tokens, integers))
     return Inputs(
         tokens if has_targets else tokens[:, :-1],

@@ -49,7 +49,7 @@ def export_safetensors(directory: str | os.PathLike[str], params: Params, config
       >>> imported_config == config, bool((imported["blocks"]["mlp"]["up"] == params["blocks"]["mlp"]["up"]).all())
       (True, True)
     """
-    require("safetensors", extra="huggingface", who="export_safetensors")
+    require("safetensors", extra="huggingface", caller="export_safetensors")
     from safetensors.numpy import save_file
 
     if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)):
@@ -87,7 +87,7 @@ def import_safetensors(directory: str | os.PathLike[str]) -> tuple[Params, GPTCo
       FileNotFoundError: if a file is missing.
       ValueError: if `gpt` or `moe` cannot represent the model; if a tensor is missing, unexpected or of another shape.
     """
-    require("safetensors", extra="huggingface", who="import_safetensors")
+    require("safetensors", extra="huggingface", caller="import_safetensors")
     from safetensors.numpy import load_file
 
     folder = Path(directory)

@@ -353,7 +353,7 @@ def _check(
             format_error("attention", problem, fix="pad queries and keys with zeros, and scale the queries.")
         )
     if window is not None:
-        check_count("attention", "window", window, least=1)
+        check_count("attention", "window", window, minimum=1)
         if not causal:
             problem = "a window looks back from each position, so it needs causal=True."
             raise ValueError(format_error("attention", problem, fix="pass causal=True, or leave window out."))

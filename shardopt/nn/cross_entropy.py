@@ -58,7 +58,7 @@ def cross_entropy(
       Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, for why.
     """
     if chunk is not None:
-        check_count("cross_entropy", "chunk", chunk, least=1)
+        check_count("cross_entropy", "chunk", chunk, minimum=1)
     T = x.shape[1]
     if chunk is None or chunk >= T or is_analysed():
         return _nats(x, head, targets, logits_dtype)

@@ -75,7 +75,7 @@ def quantized_einsum(
     return _quantized(first, second, out, precision, x, weight)
 
 
-def check_precision(who: str, precision: str | None) -> None:
+def check_precision(caller: str, precision: str | None) -> None:
     """Refuse an unknown precision.
 
     Raises:
@@ -83,7 +83,7 @@ def check_precision(who: str, precision: str | None) -> None:
     """
     if precision is not None and precision not in get_args(Precision):
         problem = f"unknown precision {precision!r}."
-        raise ValueError(format_error(who, problem, fix="use 'int8', 'fp8', or None for that of the dtype."))
+        raise ValueError(format_error(caller, problem, fix="use 'int8', 'fp8', or None for that of the dtype."))
 
 
 def parse_subscripts(subscripts: str) -> tuple[str, str, str]:

@@ -128,7 +128,7 @@ def mixture_of_experts(
     E = router.shape[-1]
     _check(weights, x, router, shared, bias, top_k=top_k, score=score, groups=groups)
     if chunk is not None:
-        check_count("mixture_of_experts", "chunk", chunk, least=1)
+        check_count("mixture_of_experts", "chunk", chunk, minimum=1)
     mesh = mesh_under_trace()
     context_axes = tuple(axis for axis in axes_of_role(CONTEXT) if mesh.shape[axis] > 1)
     if capacity_factor is not None:
@@ -326,7 +326,7 @@ def _check(
     score: str,
     groups: tuple[int, int] | None,
 ) -> None:
-    check_count("mixture_of_experts", "top_k", top_k, least=1)
+    check_count("mixture_of_experts", "top_k", top_k, minimum=1)
     if x.ndim != 3 or router.ndim != 2 or router.shape[0] != x.shape[2]:
         problem = f"x has shape {x.shape}, the router {router.shape}."
         raise ValueError(format_error("mixture_of_experts", problem, fix="give x [B, T, D] and router [D, E]."))
@@ -342,8 +342,8 @@ def _check(
     num_open = E
     if groups is not None:
         num_groups, num_best = groups
-        check_count("mixture_of_experts", "groups[0]", num_groups, least=1)
-        check_count("mixture_of_experts", "groups[1]", num_best, least=1)
+        check_count("mixture_of_experts", "groups[0]", num_groups, minimum=1)
+        check_count("mixture_of_experts", "groups[1]", num_best, minimum=1)
         if E % num_groups or num_best > num_groups:
             problem = f"groups={groups}: {num_groups} groups of {E} experts, {num_best} of them open."
             fix = "take a number of groups that divides the experts, and open at most as many."

@@ -40,7 +40,7 @@ def positions(length: int) -> Int[Array, " T"]:
     **Equivalence**: position embeddings (rope, learned ones) at these positions equal the embeddings on one device. A batch in
     another order (`so.nn.zigzag`) brings its own positions. **Communication**: none.
     """
-    check_count("positions", "length", length, least=1)
+    check_count("positions", "length", length, minimum=1)
     if is_analysed():
 
         def shardopt_positions() -> Array:

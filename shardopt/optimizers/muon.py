@@ -38,13 +38,13 @@ def muon_dimension_numbers(matrices: Matrices) -> Callable[[PyTree], PyTree]:
     References:
       Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
     """
-    who = "muon_dimension_numbers"
-    check_matrices(who, matrices)
+    caller = "muon_dimension_numbers"
+    check_matrices(caller, matrices)
 
     def numbers(params: PyTree) -> PyTree:
         leaves, treedef = jax.tree.flatten(params)
         dimension_numbers = []
-        for leaf, matrix in zip(leaves, match_matrices(who, matrices, params), strict=True):
+        for leaf, matrix in zip(leaves, match_matrices(caller, matrices, params), strict=True):
             if matrix is None:
                 dimension_numbers.append(None)
             else:

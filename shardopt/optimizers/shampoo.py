@@ -15,7 +15,7 @@ from shardopt.optimizers.inverse_root import inverse_root
 from shardopt.optimizers.matrices import Matrices
 from shardopt.optimizers.sides import Number, Pair
 
-WHO = "shampoo"
+CALLER = "shampoo"
 Graft = Literal["adam", "sgd"]
 
 
@@ -111,10 +111,10 @@ def shampoo(
       "A Distributed Data-Parallel PyTorch Implementation of the Distributed Shampoo Optimizer", 2023, algorithm 2.
     """
     if graft not in ("adam", "sgd", None):
-        raise ValueError(f"{WHO}: graft must be 'adam', 'sgd' or None, got {graft!r}.")
+        raise ValueError(f"{CALLER}: graft must be 'adam', 'sgd' or None, got {graft!r}.")
     numbers = {"b1": b1, "b2": b2, "eps": eps, "ridge": ridge, "weight_decay": weight_decay}
     scale = _scale_by_shampoo(b1, b2, eps, ridge, interval, graft, max_dim, matrices)
-    return sides.on_matrices(WHO, scale, learning_rate, matrices, max_dim, interval, **numbers)
+    return sides.on_matrices(CALLER, scale, learning_rate, matrices, max_dim, interval, **numbers)
 
 
 def _scale_by_shampoo(
@@ -130,7 +130,7 @@ def _scale_by_shampoo(
     def init(params):
         leaves, treedef = jax.tree.flatten(params)
         zeros = lambda: treedef.unflatten([jnp.zeros(leaf.shape, wide_dtype(leaf.dtype)) for leaf in leaves])  # noqa: E731
-        leaf_matrices = sides.matrices_of(WHO, matrices, params)
+        leaf_matrices = sides.matrices_of(CALLER, matrices, params)
         moments, roots = (
             [sides.zero_sides(*args, max_dim) for args in zip(leaves, leaf_matrices, strict=True)] for _ in range(2)
         )
@@ -141,7 +141,7 @@ def _scale_by_shampoo(
 
     def update(updates, state, params=None):
         leaves, treedef = jax.tree.flatten(updates)
-        leaf_matrices, count = sides.matrices_of(WHO, matrices, updates), state.step + 1
+        leaf_matrices, count = sides.matrices_of(CALLER, matrices, updates), state.step + 1
         wide = treedef.unflatten([leaf.astype(wide_dtype(leaf.dtype)) for leaf in leaves])
         mu = jax.tree.map(lambda old, g: sides.moving_mean(old, g, b1), state.mu, wide)
         mean = jax.tree.map(lambda m: sides.unbiased(m, b1, count), mu)

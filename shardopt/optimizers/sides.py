@@ -19,7 +19,7 @@ Pair = tuple[Side, Side]
 
 
 def on_matrices(
-    who: str,
+    caller: str,
     scale: optax.GradientTransformation,
     learning_rate: optax.ScalarOrSchedule,
     matrices: Matrices,
@@ -32,17 +32,17 @@ def on_matrices(
     Invalid rules, counts and numbers ("b1", "b2", "eps", "ridge", "weight_decay") raise an error. Numbers that are arrays,
     as from `optax.inject_hyperparams`, are not checked.
     """
-    check_matrices(who, matrices)
-    check_count(who, "max_dim", max_dim, allow_array=False)
-    check_count(who, "interval", interval, allow_array=True)
+    check_matrices(caller, matrices)
+    check_count(caller, "max_dim", max_dim, allow_array=False)
+    check_count(caller, "interval", interval, allow_array=True)
     for name, value in numbers.items():
         if not isinstance(value, jax.Array):
             bound = {"below": 1.0} if name in ("b1", "b2") else {}
-            check_number(who, name, value, positive=name == "ridge", **bound)
+            check_number(caller, name, value, positive=name == "ridge", **bound)
 
     def labels(tree: PyTree) -> PyTree:
         leaves, treedef = jax.tree.flatten(tree)
-        pairs = zip(leaves, match_matrices(who, matrices, tree), strict=True)
+        pairs = zip(leaves, match_matrices(caller, matrices, tree), strict=True)
         is_scaled = [matrix is not None and min(matrix.shape_in(leaf.shape)[-2:]) <= max_dim for leaf, matrix in pairs]
         return treedef.unflatten(["matrices" if scaled else "others" for scaled in is_scaled])
 
@@ -52,9 +52,9 @@ def on_matrices(
     return optax.partition({"matrices": matrix_optimizer, "others": other_optimizer}, labels)
 
 
-def matrices_of(who: str, matrices: Matrices, tree: PyTree) -> list[Matrix]:
+def matrices_of(caller: str, matrices: Matrices, tree: PyTree) -> list[Matrix]:
     """Return the `Matrix` of each leaf of a tree whose leaves all hold matrices."""
-    leaf_matrices = match_matrices(who, matrices, tree)
+    leaf_matrices = match_matrices(caller, matrices, tree)
     assert all(matrix is not None for matrix in leaf_matrices)
     return [matrix for matrix in leaf_matrices if matrix is not None]
 

@@ -13,7 +13,7 @@ from shardopt.optimizers.matrices import Matrices
 from shardopt.optimizers.orthonormal import orthonormal
 from shardopt.optimizers.sides import Number, Pair, Side
 
-WHO = "soap"
+CALLER = "soap"
 _FIRST_ITERATIONS = 10
 """The number of orthogonal iterations of the first step, starting from the identity."""
 
@@ -110,7 +110,7 @@ def soap(
     """
     numbers = {"b1": b1, "b2": b2, "eps": eps, "ridge": ridge, "weight_decay": weight_decay}
     scale = _scale_by_soap(b1, b2, eps, ridge, interval, max_dim, matrices)
-    return sides.on_matrices(WHO, scale, learning_rate, matrices, max_dim, interval, **numbers)
+    return sides.on_matrices(CALLER, scale, learning_rate, matrices, max_dim, interval, **numbers)
 
 
 def _scale_by_soap(
@@ -125,7 +125,7 @@ def _scale_by_soap(
     def init(params):
         leaves, treedef = jax.tree.flatten(params)
         zeros = lambda: treedef.unflatten([jnp.zeros(leaf.shape, wide_dtype(leaf.dtype)) for leaf in leaves])  # noqa: E731
-        leaf_matrices = sides.matrices_of(WHO, matrices, params)
+        leaf_matrices = sides.matrices_of(CALLER, matrices, params)
         moments, bases = (
             [sides.zero_sides(*args, max_dim) for args in zip(leaves, leaf_matrices, strict=True)] for _ in range(2)
         )
@@ -135,7 +135,7 @@ def _scale_by_soap(
 
     def update(updates, state, params=None):
         leaves, treedef = jax.tree.flatten(updates)
-        leaf_matrices = sides.matrices_of(WHO, matrices, updates)
+        leaf_matrices = sides.matrices_of(CALLER, matrices, updates)
         wide = [leaf.astype(wide_dtype(leaf.dtype)) for leaf in leaves]
         bases = sides.as_pairs(treedef, state.left_basis, state.right_basis)
         # The first gradient only makes the basis. In its own basis it would be diagonal, except for rounding errors.

@@ -1,4 +1,4 @@
-"""Asynchronous Local SGD: islands train by themselves, and push how far they have come."""
+"""Asynchronous Local SGD: islands train independently, and push the change of their parameters."""
 
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
@@ -18,9 +18,9 @@ from shardopt.engine.metrics import combined
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.parameter_server.async_sgd import check_not_shared, check_servers
 from shardopt.parameter_server.clock import check_max_staleness
-from shardopt.parameter_server.fragments import Fragments, Part, check_fragments
+from shardopt.parameter_server.fragments import Fragment, FragmentPlan, check_fragments
 from shardopt.parameter_server.optimizer import AsyncOptimizer, ReplayFn, check_backend, make_run
-from shardopt.parameter_server.ray_groups import on_this_process
+from shardopt.parameter_server.ray_groups import gather_to_local_device
 from shardopt.parameter_server.rules import Rule
 from shardopt.parameter_server.run import BatchesOf, Compute, RunSpec
 from shardopt.parameter_server.server import make_server
@@ -32,12 +32,11 @@ from shardopt.parameter_server.worker import (
     check_codec,
     check_sgd_params,
     codec_header,
-    make_compressors,
     to_device,
 )
 from shardopt.reducers import Compressor, Reducer
 
-WHO = "async_local_sgd"
+CALLER = "async_local_sgd"
 
 Devices = Sequence[jax.Device]
 MakeIsland = Callable[[Devices], ShardedOptimizer]
@@ -64,62 +63,52 @@ def async_local_sgd(
     max_restarts: int = 0,
     hang_timeout: float | None = None,
 ) -> AsyncOptimizer:
-    """Let islands train by themselves, and apply an outer optimizer to each one's change as it comes.
+    """Train islands independently, and apply an outer optimizer to the change of each island when it arrives.
 
-    Island i pulls the parameters theta, takes H steps of its strategy on batches of its own to theta_i, and pushes
-    Delta_i = theta - theta_i; the server does theta' <- theta' + outer.update(rule(Delta_i)) with the theta' that it has
-    by then. The island keeps its optimizer state and goes on from what it pulls next.
+    Island i pulls the parameters theta. It takes H steps of its strategy on its own batches, which change theta to
+    theta_i, and pushes Delta_i = theta - theta_i. The server does theta' <- theta' + outer.update(rule(Delta_i)), with
+    its current parameters theta'. The island keeps its optimizer state and continues from the next pull.
 
-    With P fragments, a delay or a mix it is Streaming DiLoCo: push k of an island, after every H / P steps, is of fragment
-    f = k mod P alone, dealt out as by `diloco`. The island goes on while that travels, and `delay` steps later takes the
-    fragment as the server has it by then, theta_f <- (1 - mix) theta'_f + mix theta_i,f. Each fragment has an outer
-    optimizer state of its own. A pull then brings one fragment too, but for the first, which brings all.
-
-    **Equivalence**: with max_staleness=0, where the changes of a round are averaged and applied once, equal to `diloco`
-    with `sync_every=local_steps` and the same fragments, delay and mix, up to summation order. Otherwise equal to its own event log, replayed, bit for bit.
-
-    **Placement**: on an island as its strategy says. The server keeps parameters and the outer optimizer's state,
-    replicated, on the first device of the first island; of n servers each has 1/n of them, on that of the next in turn.
-
-    **Communication** for each push, once every H / P steps: a fragment of the parameters one way, its change the other,
-    both during the next `delay` steps.
+    With P fragments, a delay or a mix this is Streaming DiLoCo. An island pushes after every H / P steps: push k has only
+    fragment f = k mod P, with the same fragments as `diloco`. The island continues to train while the push travels. `delay`
+    steps later it takes the server's current fragment: theta_f <- (1 - mix) theta'_f + mix theta_i,f. Each fragment has
+    its own outer optimizer state. A pull has one fragment too; only the first pull has all.
 
     Args:
-      strategies: the islands, from `ddp`, `zero`, `fsdp` or `hybrid`, each on devices of its own. They train the same
-        parameters; optimizers, meshes and micro-batches may differ. On Ray, for each a function `devices -> strategy`,
-        called in the island's process with its devices.
+      strategies: the islands, from `ddp`, `zero`, `fsdp` or `hybrid`, each on its own devices. They train the same
+        parameters; optimizers, meshes and micro-batches may differ. On Ray, for each island a function
+        `devices -> strategy`, which is called in the island's process with its devices.
       outer: the outer optimizer, by default `optax.sgd(0.7, momentum=0.9, nesterov=True)`. With several islands and no
-        bound, stale changes enter its momentum one by one: then `optax.sgd(0.7)` with `rules.delayed_nesterov(every=n)`
-        is what Liu et al. found to train well.
-      local_steps: H, or one for each island, for instance from `rules.dynamic_local_steps`.
-      max_staleness: in pushes; None for no bound.
-      rule: what to do about late changes, from `parameter_server.rules`.
-      fragments: P, how many parts the parameters are pushed in, one after another; divides H.
-      delay: steps that an island takes while a push and its answer travel; below H / P. It waits only for what takes longer.
+        bound, stale changes enter its momentum one by one. Liu et al. then found that `optax.sgd(0.7)` with
+        `rules.delayed_nesterov(every=n)` trains well.
+      local_steps: H; or one number for each island, for instance from `rules.dynamic_local_steps`.
+      max_staleness: the bound in pushes; None for no bound.
+      rule: the treatment of late changes, from `parameter_server.rules`.
+      fragments: P, the number of fragments, which are pushed one after another; divides H.
+      delay: steps that an island takes while a push and its answer travel; below H / P. After these steps the island waits.
       mix: the share of its own parameters that an island keeps when it takes the server's, from 0 to 1.
-      reducer: how changes are encoded on their way; as for `async_sgd`, like `backend`, `address` and `max_restarts`.
-      backend: "threads", islands in this process; or "ray", each a process of its own, or several.
-      nonfinite: what to do about changes that are not finite: "raise", which ends the run, or "skip".
-      devices: on Ray, how many devices each process of an island has.
-      hosts_per_island: on Ray, of how many processes an island is made, which join by `jax.distributed`; its function gets the
-        devices of all of them. The first alone talks to the server. An island that loses one is started again as a whole.
-      servers: n, over how many servers parameters and the outer optimizer's state are sharded, as of `async_sgd`; not with
-        a reducer or fragments.
-      address: of the Ray cluster.
-      max_restarts: on Ray, for each island.
-      hang_timeout: on Ray, as for `async_sgd`: an island is ended as a whole, whichever of its processes stands still.
+      reducer: the encoding of changes on their way to the server, as for `async_sgd`.
+      backend: "threads", with islands in this process; or "ray", with one process or several for each island.
+      nonfinite: the treatment of changes that are not finite: "raise", which ends the run, or "skip".
+      devices: on Ray, the number of devices of each process of an island.
+      hosts_per_island: on Ray, the number of processes of each island, which join by `jax.distributed`. The island's
+        function gets the devices of all of them. Only the first process talks to the server. An island that loses a
+        process is restarted with all its processes.
+      servers: n, the number of servers that parameters and the outer optimizer's state are sharded over, as for
+        `async_sgd`; not with a reducer or fragments.
+      address: the address of the Ray cluster, as for `async_sgd`.
+      max_restarts: on Ray, how often each island is restarted.
+      hang_timeout: on Ray, as for `async_sgd`. If one process of an island hangs, all its processes are killed.
 
     Returns:
-      An `AsyncOptimizer`. `num_updates` of its `run` counts pushes, of which each takes H / P of the global batches that
-      `batches_of(worker)` gives. An island that joins again begins with a fresh optimizer state. A loss with `rng`
-      draws from a key of the island and of the clock at which it joined. `metrics["history"]` has the means over H
-      steps of all that the strategies' steps return; `so.Sum` adds up over them, `so.Max` and `so.Min` take the largest
-      and the smallest.
+      An `AsyncOptimizer`. `num_updates` of its `run` counts pushes. Each push takes H / P of the global batches of
+      `batches_of(worker)`. `metrics["history"]` has the means over these steps of all metrics of the strategies. `so.Sum`
+      is added up over the steps; `so.Max` and `so.Min` are the largest and the smallest.
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if there are no islands, two share devices, a number is out of range, the backend unknown, the
-        reducer cannot be encoded by one sender, or there are more fragments than blocks and leaves.
+      ValueError: if there are no islands, two islands share devices, a number is out of range, the backend is unknown, one
+        sender cannot encode the reducer, or there are more fragments than blocks and leaves.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np, optax, shardopt as so
@@ -132,39 +121,52 @@ def async_local_sgd(
       >>> result.metrics["stopped"], abs(float(result.params["w"]) - 1) < 0.1
       ('completed', True)
 
+    **Equivalence**: with max_staleness=0 the changes of a round are averaged and applied once. The result is equal to
+    `diloco` with `sync_every=local_steps` and the same fragments, delay and mix, up to summation order. Otherwise the
+    result is equal to the replay of its own event log, bit for bit.
+
+    **State**: an island that joins again begins with a fresh optimizer state. A loss with `rng` draws from a key that
+    depends on the island and on the clock at which it joined.
+
+    **Placement**: each island places its parameters by its strategy. The server keeps parameters and the outer optimizer's
+    state, replicated, on the first device of the first island. With n servers each has 1/n of them. Server i is
+    on the first device of island i modulo the number of islands.
+
+    **Communication** for each push, every H / P steps: a fragment of the parameters to the island, and its change to the
+    server, both during the next `delay` steps.
+
     References:
       Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024; Douillard et al., "DiLoCo: Distributed
       Low-Communication Training of Language Models", 2023; Douillard et al., "Streaming DiLoCo with overlapping
       communication", 2025.
     """
-    check_max_staleness(WHO, max_staleness)
+    check_max_staleness(CALLER, max_staleness)
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
-    check_optimizer(WHO, outer)
-    check_backend(WHO, backend, address, max_restarts, hang_timeout)
-    check_count(WHO, "devices", devices, least=1)
-    check_count(WHO, "hosts_per_island", hosts_per_island, least=1)
+    check_optimizer(CALLER, outer)
+    check_backend(CALLER, backend, address, max_restarts, hang_timeout)
+    check_count(CALLER, "devices", devices, minimum=1)
+    check_count(CALLER, "hosts_per_island", hosts_per_island, minimum=1)
     if hosts_per_island > 1 and backend != "ray":
-        what = f"hosts_per_island={hosts_per_island} needs processes, and backend='threads' has one."
-        raise ValueError(format_error(WHO, what, fix="use backend='ray', or leave hosts_per_island out."))
-    everywhere = devices * hosts_per_island
+        problem = f"hosts_per_island={hosts_per_island} needs processes, and backend='threads' has one."
+        raise ValueError(format_error(CALLER, problem, fix="use backend='ray', or leave hosts_per_island out."))
+    devices_per_island = devices * hosts_per_island
     if backend == "ray":
-        members: Sequence[ShardedOptimizer | MakeIsland] = _check_makers(strategies)
-        islands = _check_islands(
-            _islands_here(members, jax.local_devices()[:everywhere])
-        )  # to check them, and for their meshes
+        island_makers: Sequence[ShardedOptimizer | MakeIsland] = _check_makers(strategies)
+        # These islands only serve to check the strategies and to get their meshes.
+        islands = _check_islands(_local_islands(island_makers, jax.local_devices()[:devices_per_island]))
     else:
-        members = islands = _check_islands(strategies)
-        check_not_shared(WHO, [one.mesh for one in islands], "island")
-    steps, codec = _check_local_steps(local_steps, len(islands)), check_codec(WHO, reducer)
-    check_streaming(WHO, steps, fragments, delay, mix)
+        island_makers = islands = _check_islands(strategies)
+        check_not_shared(CALLER, [island.mesh for island in islands], "island")
+    steps, codec = _check_local_steps(local_steps, len(islands)), check_codec(CALLER, reducer)
+    check_streaming(CALLER, steps, fragments, delay, mix)
     streaming, is_streaming = None, (fragments, delay, mix) != (1, 0, 0)
-    check_servers(WHO, servers, {"reducer": reducer is not None, "fragments, delay or mix": is_streaming})
+    check_servers(CALLER, servers, {"reducer": reducer is not None, "fragments, delay or mix": is_streaming})
     if is_streaming:
         config = islands[0].config
-        dealt = Fragments(int(fragments), as_block_model(config.loss_fn) is not None, tuple(config.frozen))
-        streaming = Streaming(dealt, int(delay), float(mix))
+        plan = FragmentPlan(int(fragments), as_block_model(config.loss_fn) is not None, tuple(config.frozen))
+        streaming = Streaming(plan, int(delay), float(mix))
     spec = RunSpec(
-        WHO,
+        CALLER,
         len(islands),
         partial(
             make_server,
@@ -174,10 +176,10 @@ def async_local_sgd(
             nonfinite=nonfinite,
             reducer=reducer,
             servers=servers,
-            devices=[] if backend == "ray" or servers == 1 else [_first_here(one) for one in islands],
+            devices=[] if backend == "ray" or servers == 1 else [_first_local_device(island) for island in islands],
             fragments=None if streaming is None else streaming.fragments,
         ),
-        partial(_make_compute, members, everywhere, steps, codec, streaming),
+        partial(_make_compute, island_makers, devices_per_island, steps, codec, streaming),
         {"local_steps": steps, **codec_header(codec), **({} if streaming is None else streaming.header())},
         backend,
         devices=[int(devices)] * len(islands),
@@ -190,13 +192,13 @@ def async_local_sgd(
         servers=int(servers),
         hosts=int(hosts_per_island),
     )
-    meshes = tuple(one.mesh for one in islands)
+    meshes = tuple(island.mesh for island in islands)
     return AsyncOptimizer(make_run(spec), ReplayFn(spec), meshes, outer, max_staleness, rule, backend)
 
 
-def _islands_here(strategies: Sequence[ShardedOptimizer | MakeIsland], here: Devices) -> list[ShardedOptimizer]:
-    """Return strategies on devices of this process, also of islands that have a process of their own."""
-    return [one if isinstance(one, ShardedOptimizer) else one(here) for one in strategies]
+def _local_islands(strategies: Sequence[ShardedOptimizer | MakeIsland], devices: Devices) -> list[ShardedOptimizer]:
+    """Return the strategies; call the functions among them with devices of this process."""
+    return [strategy if isinstance(strategy, ShardedOptimizer) else strategy(devices) for strategy in strategies]
 
 
 def _make_compute(
@@ -209,28 +211,30 @@ def _make_compute(
     key: np.ndarray,
     worker: int | None = None,
 ) -> Compute:
-    """Return islands that push theta - theta_i after H local steps: all, or one on all devices of its processes."""
+    """Return islands that push theta - theta_i after H local steps: all islands, or one on all devices of its processes."""
     if worker is None:
-        islands = dict(enumerate(_islands_here(strategies, jax.local_devices()[:devices])))
+        islands = dict(enumerate(_local_islands(strategies, jax.local_devices()[:devices])))
     else:
-        islands = dict(zip([worker], _islands_here([strategies[worker]], jax.devices()), strict=True))
+        islands = dict(zip([worker], _local_islands([strategies[worker]], jax.devices()), strict=True))
     fragments = 1 if streaming is None else streaming.fragments.num_fragments
-    streams = Streams(WHO, batches_of, [steps // fragments for steps in local_steps])
-    compressors, home = make_compressors(codec), _first_here(next(iter(islands.values())))
+    streams = Streams(CALLER, batches_of, [steps // fragments for steps in local_steps])
+    compressors, server_device = WorkerCompressors(codec), _first_local_device(next(iter(islands.values())))
 
     def first_state(worker: int, params: PyTree, clock: int) -> TrainState:
-        own = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key)), worker)
-        return islands[worker].init(_copy(params), jax.random.fold_in(own, clock))
+        island_key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key)), worker)
+        return islands[worker].init(_copy(params), jax.random.fold_in(island_key, clock))
 
     if streaming is not None:
-        there = {worker: Island(opt, streaming, _first_here(opt)) for worker, opt in islands.items()}
-        return _streaming_compute(streaming, there, first_state, streams, compressors, home)
+        streaming_islands = {
+            worker: Island(opt, streaming, _first_local_device(opt)) for worker, opt in islands.items()
+        }
+        return _streaming_compute(streaming, streaming_islands, first_state, streams, compressors, server_device)
     states: dict[int, TrainState | None] = {}
 
     def begin(worker: int, position: int) -> None:
         streams.begin(worker, position)
         compressors.begin(worker)
-        states[worker] = None  # whoever joins or goes on after a restore has no optimizer state
+        states[worker] = None  # an island that joins, or resumes from a checkpoint, has no optimizer state
 
     def update(worker: int, params: PyTree, batches: Sequence[PyTree], clock: int) -> Update:
         opt, state = islands[worker], states[worker]
@@ -238,18 +242,18 @@ def _make_compute(
             state = first_state(worker, params, clock)
         else:
             state = state._replace(params=_placed(params, state.params))
-        found = []
+        step_metrics = []
         for batch in batches:
             state, metrics = opt.step.with_kinds(state, batch)
-            found.append(metrics)
+            step_metrics.append(metrics)
         states[worker] = state
-        first = _first_here(opt)
-        end, found = jax.device_put(on_this_process((state.params, found)), first)
-        change, unchanged = _change(jax.device_put(params, first), end, found)
+        device = _first_local_device(opt)
+        end, step_metrics = jax.device_put(gather_to_local_device((state.params, step_metrics)), device)
+        change, unchanged = _change(jax.device_put(params, device), end, step_metrics)
         _check_frozen(opt, params, unchanged)
-        return jax.block_until_ready(to_device(compressors.encode(worker, change._replace(rows=1)), home))
+        return jax.block_until_ready(to_device(compressors.encode(worker, change._replace(rows=1)), server_device))
 
-    return Compute(begin, streams.next_batch, update, lambda tree: jax.device_put(tree, home))
+    return Compute(begin, streams.next_batch, update, lambda tree: jax.device_put(tree, server_device))
 
 
 def _streaming_compute(
@@ -258,9 +262,9 @@ def _streaming_compute(
     first_state: Callable[[int, PyTree, int], TrainState],
     streams: Streams,
     compressors: WorkerCompressors,
-    home: Any,
+    server_device: Any,
 ) -> Compute:
-    """Return islands that push fragment k mod P in their round k, and take that of the round before in the midst of it."""
+    """Return islands that push fragment k mod P in round k, and take the previous fragment after `delay` steps of it."""
     count = streaming.fragments.num_fragments
 
     def begin(worker: int, position: int) -> None:
@@ -278,32 +282,34 @@ def _streaming_compute(
         if island.state is None:
             island.join(first_state(worker, params, clock), params)
         else:
-            island.step(batches[len(island.found) : streaming.delay])  # in a replay, where nothing was done ahead
+            island.step(
+                batches[len(island.step_metrics) : streaming.delay]
+            )  # for a replay, which does not call `ahead`
             island.merge((clock - 1) % count, params)
-        island.step(batches[len(island.found) :])
-        (start, frozen), (end, still), found = island.ends(number)
-        if changed := [path for path in frozen if not jnp.array_equal(frozen[path], still[path])]:
+        island.step(batches[len(island.step_metrics) :])
+        (start, start_frozen), (end, end_frozen), step_metrics = island.take_push(number)
+        if changed := [path for path in start_frozen if not jnp.array_equal(start_frozen[path], end_frozen[path])]:
             _refuse_updated(changed)
-        change, _ = _change(start, end, found)
+        change, _ = _change(start, end, step_metrics)
         encoded = compressors.encode((worker, number), change._replace(rows=1))
-        return jax.block_until_ready(to_device(encoded._replace(grads=Part(encoded.grads, number)), home))
+        return jax.block_until_ready(to_device(encoded._replace(grads=Fragment(encoded.grads, number)), server_device))
 
-    return Compute(begin, streams.next_batch, update, lambda tree: jax.device_put(tree, home), ahead)
+    return Compute(begin, streams.next_batch, update, lambda tree: jax.device_put(tree, server_device), ahead)
 
 
-def _first_here(opt: ShardedOptimizer) -> Any:
-    """Return the first device of an island that belongs to this process."""
+def _first_local_device(opt: ShardedOptimizer) -> Any:
+    """Return the island's first device that belongs to this process."""
     return next(device for device in opt.mesh.devices.flat if device.process_index == jax.process_index())
 
 
 def _placed(params: PyTree, like: PyTree) -> PyTree:
-    """Return a copy of parameters, placed as others are: the next step takes over its memory."""
+    """Return a copy of the parameters with the placement of `like`; the next step takes over its memory."""
     if jax.process_count() == 1:
         return jax.device_put(_copy(params), jax.tree.map(lambda leaf: leaf.sharding, like))
 
-    def place(leaf: jax.Array | np.ndarray, other: jax.Array) -> jax.Array:
-        rows = np.asarray(leaf)
-        return jax.make_array_from_callback(rows.shape, other.sharding, lambda index: rows[index])
+    def place(leaf: jax.Array | np.ndarray, reference_leaf: jax.Array) -> jax.Array:
+        values = np.asarray(leaf)
+        return jax.make_array_from_callback(values.shape, reference_leaf.sharding, lambda index: values[index])
 
     return jax.tree.map(place, params, like)
 
@@ -314,10 +320,12 @@ def _copy(params: PyTree) -> PyTree:
 
 
 @jax.jit
-def _change(start: PyTree, end: PyTree, found: list[dict[str, jax.Array | Metric]]) -> tuple[Update, list[jax.Array]]:
-    """Return the update, and for every leaf whether it is as it was."""
+def _change(
+    start: PyTree, end: PyTree, step_metrics: list[dict[str, jax.Array | Metric]]
+) -> tuple[Update, list[jax.Array]]:
+    """Return the update, and for every leaf whether it is unchanged."""
     grads = jax.tree.map(jnp.subtract, trained(start), trained(end))
-    metrics = {name: _over_steps([one[name] for one in found]) for name in found[0]}
+    metrics = {name: _over_steps([step[name] for step in step_metrics]) for name in step_metrics[0]}
     loss = metrics.pop("loss")
     assert isinstance(loss, Weighted)
     update = Update(grads, loss, metrics, None)
@@ -325,65 +333,65 @@ def _change(start: PyTree, end: PyTree, found: list[dict[str, jax.Array | Metric
     return update._replace(is_finite=finiteness(update)), [jnp.array_equal(a, b) for a, b in pairs]
 
 
-def _over_steps(found: Sequence[jax.Array | Metric]) -> Metric:
-    """Return a metric of several steps: their sum, largest or smallest where it says so, else their mean."""
-    if kinds := [one for one in found if isinstance(one, Metric)]:
-        return reduce(lambda a, b: combined(a, jnp.add, jnp.maximum, jnp.minimum, b), kinds)
-    mean = jnp.stack([jnp.asarray(value, wide_dtype(jnp.asarray(value).dtype)) for value in found]).mean(0)
+def _over_steps(values: Sequence[jax.Array | Metric]) -> Metric:
+    """Return a metric over several steps: combined as its kind (`Weighted`, `Sum`, `Max`, `Min`), else the mean."""
+    if metrics := [value for value in values if isinstance(value, Metric)]:
+        return reduce(lambda a, b: combined(a, jnp.add, jnp.maximum, jnp.minimum, b), metrics)
+    mean = jnp.stack([jnp.asarray(value, wide_dtype(jnp.asarray(value).dtype)) for value in values]).mean(0)
     return Weighted(mean, jnp.ones((), mean.dtype))
 
 
 def _check_frozen(opt: ShardedOptimizer, params: PyTree, unchanged: Sequence[jax.Array]) -> None:
-    """Refuse new values of frozen leaves: islands have no common value for them, and they would be lost."""
-    frozen = Fragments(1, stacked=False, frozen=tuple(opt.config.frozen)).untrained(params)
+    """Refuse new values of frozen leaves: they are not pushed, so each island would have others, and the run would lose them."""
+    frozen = FragmentPlan(1, stacked=False, frozen=tuple(opt.config.frozen)).untrained(params)
     pairs = zip(leaves_with_paths(params), unchanged, strict=True)
-    if changed := [path for (path, _), same in pairs if path in frozen and not same]:
+    if changed := [path for (path, _), is_unchanged in pairs if path in frozen and not is_unchanged]:
         _refuse_updated(changed)
 
 
 def _refuse_updated(changed: list[str]) -> NoReturn:
-    what = "loss_fn returns so.Updated, for which islands have no common value."
-    raise ValueError(format_error(WHO, what, changed, "train such leaves with ddp, zero, fsdp or diloco."))
+    problem = "loss_fn returns so.Updated, for which islands have no common value."
+    raise ValueError(format_error(CALLER, problem, changed, "train such leaves with ddp, zero, fsdp or diloco."))
 
 
 def _check_islands(strategies: Sequence[ShardedOptimizer | MakeIsland]) -> list[ShardedOptimizer]:
     fix = "pass a list of so.ddp(...), so.zero(...), so.fsdp(...) or so.hybrid(...), one an island."
     if isinstance(strategies, str | ShardedOptimizer) or not isinstance(strategies, Sequence):
-        what = f"strategies must be a sequence of synchronous strategies, got {type(strategies).__name__}."
-        raise TypeError(format_error(WHO, what, fix=fix))
+        problem = f"strategies must be a sequence of synchronous strategies, got {type(strategies).__name__}."
+        raise TypeError(format_error(CALLER, problem, fix=fix))
     if not strategies:
-        raise ValueError(format_error(WHO, "strategies must be at least 1, got none.", fix=fix))
+        raise ValueError(format_error(CALLER, "strategies must be at least 1, got none.", fix=fix))
     islands: list[ShardedOptimizer] = []
-    for number, one in enumerate(strategies):
-        if not isinstance(one, ShardedOptimizer) or one.config.local_updates is not None:
-            given = one.config.strategy if isinstance(one, ShardedOptimizer) else type(one).__name__
-            what = f"strategies[{number}] must be a synchronous strategy, got {given}."
-            raise TypeError(format_error(WHO, what, fix=fix))
-        islands.append(one)
+    for number, strategy in enumerate(strategies):
+        if not isinstance(strategy, ShardedOptimizer) or strategy.config.local_updates is not None:
+            got = strategy.config.strategy if isinstance(strategy, ShardedOptimizer) else type(strategy).__name__
+            problem = f"strategies[{number}] must be a synchronous strategy, got {got}."
+            raise TypeError(format_error(CALLER, problem, fix=fix))
+        islands.append(strategy)
     return islands
 
 
 def _check_makers(strategies: Sequence[ShardedOptimizer | MakeIsland]) -> list[MakeIsland]:
     if isinstance(strategies, str | ShardedOptimizer) or not isinstance(strategies, Sequence) or not strategies:
-        what = f"on Ray strategies must be a sequence of functions, got {type(strategies).__name__}."
-    elif strange := [one for one in strategies if isinstance(one, tuple) or not callable(one)]:
-        what = f"on Ray strategies must be functions, got {type(strange[0]).__name__}: devices cannot cross."
+        problem = f"on Ray strategies must be a sequence of functions, got {type(strategies).__name__}."
+    elif not_functions := [maker for maker in strategies if isinstance(maker, tuple) or not callable(maker)]:
+        problem = f"on Ray strategies must be functions, got {type(not_functions[0]).__name__}: devices cannot cross."
     else:
-        return [one for one in strategies if not isinstance(one, ShardedOptimizer)]
+        return [maker for maker in strategies if not isinstance(maker, ShardedOptimizer)]
     fix = "pass [lambda devices: so.fsdp(tx, so.make_mesh(devices=devices), loss_fn)] * 4, for four islands."
-    raise TypeError(format_error(WHO, what, fix=fix))
+    raise TypeError(format_error(CALLER, problem, fix=fix))
 
 
 def _check_local_steps(local_steps: int | Sequence[int], num_islands: int) -> list[int]:
     if is_integer(local_steps):
-        check_count(WHO, "local_steps", local_steps, least=1)
+        check_count(CALLER, "local_steps", local_steps, minimum=1)
         return [int(local_steps)] * num_islands
     if isinstance(local_steps, str) or not isinstance(local_steps, Sequence | np.ndarray):
-        what = f"local_steps must be an integer or one for each island, got {local_steps!r}"
-        raise TypeError(f"{WHO}: {what} ({type(local_steps).__name__}).")
+        problem = f"local_steps must be an integer or one for each island, got {local_steps!r}"
+        raise TypeError(f"{CALLER}: {problem} ({type(local_steps).__name__}).")
     if len(local_steps) != num_islands:
-        what = f"local_steps has {len(local_steps)} numbers for {num_islands} islands."
-        raise ValueError(format_error(WHO, what, fix="pass one number, or one for each island."))
+        problem = f"local_steps has {len(local_steps)} numbers for {num_islands} islands."
+        raise ValueError(format_error(CALLER, problem, fix="pass one number, or one for each island."))
     for number, steps in enumerate(local_steps):
-        check_count(WHO, f"local_steps[{number}]", steps, least=1)
+        check_count(CALLER, f"local_steps[{number}]", steps, minimum=1)
     return [int(steps) for steps in local_steps]

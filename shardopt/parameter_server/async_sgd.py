@@ -16,13 +16,13 @@ from shardopt.parameter_server.clock import check_max_staleness
 from shardopt.parameter_server.optimizer import AsyncOptimizer, ReplayFn, check_backend, make_run
 from shardopt.parameter_server.rules import Rule
 from shardopt.parameter_server.sparse import check_sparse
-from shardopt.parameter_server.worker import meshes_here, sgd_spec
+from shardopt.parameter_server.worker import local_meshes, sgd_spec
 from shardopt.reducers import Reducer
 
-WHO = "async_sgd"
+CALLER = "async_sgd"
 
 Workers = int | Sequence[int | jax.Device | Sequence[jax.Device] | Mesh]
-"""How many, or for each a device, a sequence of devices or a mesh; on Ray its number of devices."""
+"""The number of workers, or for each worker a device, a sequence of devices or a mesh; on Ray its number of devices."""
 
 
 def async_sgd(
@@ -41,62 +41,39 @@ def async_sgd(
     max_restarts: int = 0,
     hang_timeout: float | None = None,
 ) -> AsyncOptimizer:
-    """Train with workers that wait for one another only as far as a bound says.
+    """Train with workers that wait for each other only as much as a staleness bound requires.
 
-    Each worker pulls the parameters w, computes the gradient g of a batch of its own, and pushes it; the server does
-    w <- w + tx.update(rule(g)) with each push as it comes. A worker may be at most `max_staleness` steps ahead of the
-    slowest when it begins one; see `parameter_server.make_server` for the exact meaning.
-
-    **Equivalence**: with max_staleness=0, where the pushes of a clock are averaged and applied once, equal to `ddp` on
-    the union of the workers' batches, up to summation order. The loss must then be proved a (weighted) mean over rows, as for
-    `ddp`; any other is refused, because workers see no rows of one another. With a larger bound the loss is that of each
-    worker's own batch, all of it, however many devices the worker has. Such a run equals its own event log, replayed, bit for
-    bit. Losses with `rng` draw what device w of `ddp` draws at step c, for worker w at its step c.
-
-    **Placement**: the server keeps parameters and optimizer state, replicated, on the first device of worker 0 (on Ray
-    in host memory); each worker has parameters and gradient, replicated, on each of its devices. Rules that compensate
-    for delay keep the parameters that each worker pulled. With n servers each has an equal range of every leaf, 1/n of
-    the bytes: server i on the first device of worker i, or of another in turn; on Ray each is a process of its own.
-
-    **Several servers**: one clock orders the pushes for all, so a push is applied by all servers or by none, and a pull
-    is one version of all. For an optimizer that works element by element, the same bits as one server. Others are
-    refused, but for clipping by the global norm, `so.transforms.clip_by_global_norm(c, "servers", split=True)`: first
-    each server sums the squares of its part, then all take the sum of these in the order of their numbers. That is
-    equal to one server up to summation order, and to its own log replayed, bit for bit.
-
-    **Communication** for each push: the parameters one way, the gradients the other. A worker with several devices
-    all-reduces its gradients among these.
+    Each worker pulls the parameters w, computes the gradient g of its own batch, and pushes g. The server does
+    w <- w + tx.update(rule(g)) with each push when it arrives. A worker may begin a step only if it is at most
+    `max_staleness` steps ahead of the slowest; see `parameter_server.make_server` for the exact meaning.
 
     Args:
-      tx: any optax transformation that asks for no more than gradient, parameters and the loss `value`.
+      tx: any optax transformation that needs no more than gradient, parameters and the loss `value`.
       loss_fn: as for `ddp`. Leaves that are not floating are not trained.
-      workers: how many, sharing this process's devices one each; or for each a device, a sequence of devices or a
-        mesh, over which its batch is split. On Ray how many, or for each its number of devices (GPUs if there are any).
-      servers: n, over how many servers parameters and optimizer state are sharded.
-      max_staleness: in steps; None for no bound.
-      rule: what to do about late gradients, from `parameter_server.rules`.
-      reducer: how gradients are encoded on their way; see `so.reducers.compressor`. `error_feedback` is kept by the
-        worker, and lost when it leaves, is killed or resumed: `metrics["lost_memory"]` says how much it held.
-      sparse: regexes of key paths of leaves [rows, ...] such as embedding tables: only the rows whose gradient is not
-        zero travel and are updated. For SGD without momentum that is the same as dense, up to summation order; other
-        optimizers become lazy: in other rows moments and weights do not decay, while counts go on. What cannot be shown
-        to act on each row by itself is refused at the first push (trust ratios, adaptive and block-wise clips, factors
-        of the number of rows); a clip by the global norm of the gradients is let through. Other leaves may have any
-        optimizer, through `optax.multi_transform`. The rule must have no state. Pulls are dense.
-      backend: "threads"; or "ray", server and workers as processes; see `parameter_server.RunFn`.
-      nonfinite: what to do about gradients that are not finite: "raise", which ends the run, or "skip" them.
-      address: of the Ray cluster, such as "10.0.0.1:6379"; by default a local Ray starts, and ends with the run.
-      max_restarts: on Ray, how often each worker that was killed is started again, to join where the slowest is.
-      hang_timeout: on Ray, after how many seconds without progress a worker is taken to hang: it is named in the log, killed,
-        and started again. Longer than a step; ten times as long for the first, which compiles. None for never.
+      workers: the number of workers, which share this process's devices in turn. Or for each worker a device, a sequence
+        of devices or a mesh, over which its batch is split. On Ray the number of workers, or for each worker its number
+        of devices (GPUs if the cluster has any).
+      servers: n, the number of servers that parameters and optimizer state are sharded over.
+      max_staleness: the bound in steps; None for no bound.
+      rule: the treatment of late gradients, from `parameter_server.rules`.
+      reducer: the encoding of gradients on their way to the server; see `so.reducers.compressor`. Each worker has its own
+        `error_feedback`, which is lost when the worker leaves, is killed or is resumed: see `metrics["lost_memory"]`.
+      sparse: regexes of key paths of leaves [rows, ...], such as embedding tables. Only their rows with a gradient that is
+        not zero are pushed and updated; see below.
+      backend: "threads"; or "ray", with server and workers as processes; see `parameter_server.RunFn`.
+      nonfinite: the treatment of gradients that are not finite: "raise", which ends the run, or "skip".
+      address: the address of the Ray cluster, such as "10.0.0.1:6379"; by default a local Ray starts, and ends with the run.
+      max_restarts: on Ray, how often each killed worker is restarted; it joins at the clock of the slowest.
+      hang_timeout: on Ray, a worker without progress for so many seconds is named in the log, killed and restarted. Choose
+        it longer than a step. It is ten times as long for the first step, which compiles. None for never.
 
     Returns:
       An `AsyncOptimizer`; its `run(params, batches_of, *, num_updates, ...)` trains.
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if a number is out of range, there are no workers, the backend or the policy is unknown, or the
-        reducer cannot be encoded by one sender or comes with `sparse`, or several servers with either. From `run`, if
+      ValueError: if a number is out of range, there are no workers, the backend or `nonfinite` is unknown, or one sender
+        cannot encode the reducer. Also if two of a reducer, `sparse` and several servers are combined. From `run`, if
         several servers cannot share the optimizer.
 
     Example:
@@ -108,81 +85,112 @@ def async_sgd(
       >>> result.metrics["stopped"], max(result.metrics["staleness"]) <= 2, round(float(result.params["w"].sum()), 3)
       ('completed', True, 1.0)
 
+    **Equivalence**: with max_staleness=0 the pushes of a clock are averaged and applied once. The result is equal to `ddp`
+    on the union of the workers' batches, up to summation order. The loss must then be proved a (weighted) mean over rows,
+    as for `ddp`; other losses are refused, because a worker does not see the rows of other workers. With a larger bound
+    the loss is the loss of each worker's own batch, over all devices of the worker. Such a run is equal to the replay of its
+    event log, bit for bit. With `rng`, worker w draws at its step c the same numbers as device w of `ddp` at step c.
+
+    **Placement**: the server keeps parameters and optimizer state, replicated, on the first device of worker 0 (on Ray
+    in host memory). Each worker has parameters and gradient, replicated, on each of its devices. Rules that correct
+    for delay keep the parameters that each worker has pulled. With n servers each has an equal range of every leaf, 1/n of
+    the bytes. Server i is on the first device of worker i modulo the number of workers; on Ray each server is a process.
+
+    **Several servers**: one clock orders the pushes for all servers. So a push is applied by all servers or by none, and a
+    pull has the same version of all ranges. An elementwise optimizer gives the same bits as with one server. Other
+    optimizers are refused, with one exception: clipping by the global norm,
+    `so.transforms.clip_by_global_norm(c, "servers", split=True)`. Each server sums the squares of its range, and every
+    server adds these sums in the order of the servers. The result is equal to one server up to summation order, and to the
+    replay of its own log bit for bit.
+
+    **Sparse leaves**: SGD without momentum gives the same result as with dense gradients, up to summation order. Other
+    optimizers become lazy: in rows without a gradient, moments and weights do not decay, while counts increase. An
+    optimizer that is not proved to act on each row by itself is refused at the first push: trust ratios, adaptive and
+    block-wise clips, factors of the number of rows. A clip by the global norm of the gradients is accepted. Other leaves
+    may have any optimizer, through `optax.multi_transform`. The rule must have no state. Pulls are dense.
+
+    **Communication** for each push: the parameters to the worker, and the gradients to the server. A worker with several
+    devices all-reduces its gradients over its devices.
+
     References:
       Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013; Dean et al.,
       "Large Scale Distributed Deep Networks", 2012.
     """
-    check_max_staleness(WHO, max_staleness)
-    check_backend(WHO, backend, address, max_restarts, hang_timeout)
-    check_servers(WHO, servers, {"reducer": reducer is not None, "sparse": bool(sparse)})
+    check_max_staleness(CALLER, max_staleness)
+    check_backend(CALLER, backend, address, max_restarts, hang_timeout)
+    check_servers(CALLER, servers, {"reducer": reducer is not None, "sparse": bool(sparse)})
     on_ray = backend == "ray"
-    where = process_sizes(WHO, workers) if on_ray else worker_meshes(WHO, workers)
+    worker_devices = process_sizes(CALLER, workers) if on_ray else worker_meshes(CALLER, workers)
     spec = sgd_spec(
-        WHO,
+        CALLER,
         tx,
         loss_fn,
-        where,
+        worker_devices,
         max_staleness=max_staleness,
         rule=rule,
         nonfinite=nonfinite,
         reducer=reducer,
-        sparse=check_sparse(WHO, sparse),
+        sparse=check_sparse(CALLER, sparse),
         servers=servers,
-        devices=[] if on_ray or servers == 1 else [mesh.devices.flat[0] for mesh in meshes_here(where)],
+        devices=[] if on_ray or servers == 1 else [mesh.devices.flat[0] for mesh in local_meshes(worker_devices)],
     )
     if on_ray:
         restarts = int(max_restarts)
         spec = spec._replace(
-            backend="ray", devices=where, address=address, max_restarts=restarts, hang_timeout=hang_timeout
+            backend="ray", devices=worker_devices, address=address, max_restarts=restarts, hang_timeout=hang_timeout
         )
-    meshes = tuple(meshes_here(where))
+    meshes = tuple(local_meshes(worker_devices))
     return AsyncOptimizer(make_run(spec), ReplayFn(spec), meshes, tx, max_staleness, rule, backend)
 
 
-def check_servers(who: str, servers: int, others: dict[str, bool]) -> None:
-    """Refuse several servers beside arguments, by name, that they cannot be combined with if they are given."""
-    check_count(who, "servers", servers, least=1)
-    if servers > 1 and (given := [name for name, is_given in others.items() if is_given]):
-        what = (
-            f"servers={servers} and {given[0]} cannot be combined: each server gets a range of every leaf of each push."
+def check_servers(caller: str, servers: int, is_used: dict[str, bool]) -> None:
+    """Refuse several servers together with an argument that they cannot be combined with.
+
+    `is_used` has the names of these arguments, and whether the caller uses them.
+    """
+    check_count(caller, "servers", servers, minimum=1)
+    if servers > 1 and (used_names := [name for name, used in is_used.items() if used]):
+        name = used_names[0]
+        problem = (
+            f"servers={servers} and {name} cannot be combined: each server gets a range of every leaf of each push."
         )
-        raise ValueError(format_error(who, what, fix=f"leave out servers or {given[0]}."))
+        raise ValueError(format_error(caller, problem, fix=f"leave out servers or {name}."))
 
 
-def worker_meshes(who: str, workers: Workers) -> list[Mesh]:
-    """Return the mesh of each worker. A number of workers share the devices of this process, one each, round robin."""
+def worker_meshes(caller: str, workers: Workers) -> list[Mesh]:
+    """Return the mesh of each worker. If `workers` is a number, they get the devices of this process in turn."""
     if is_integer(workers):
-        check_count(who, "workers", workers, least=1)
+        check_count(caller, "workers", workers, minimum=1)
         devices = jax.local_devices()
         return [make_mesh(data=1, devices=[devices[i % len(devices)]]) for i in range(workers)]
     fix = "pass how many, or for each worker a device, a list of devices or a mesh."
     if isinstance(workers, str | bytes | Mesh) or not isinstance(workers, Sequence | np.ndarray):
-        what = f"workers must be an integer or a sequence, got {type(workers).__name__}."
-        raise TypeError(format_error(who, what, fix=fix))
+        problem = f"workers must be an integer or a sequence, got {type(workers).__name__}."
+        raise TypeError(format_error(caller, problem, fix=fix))
     if not len(workers):
-        raise ValueError(format_error(who, "workers must be at least 1, got none.", fix=fix))
-    meshes = [_mesh(who, number, worker, fix) for number, worker in enumerate(workers)]
-    check_not_shared(who, meshes)
+        raise ValueError(format_error(caller, "workers must be at least 1, got none.", fix=fix))
+    meshes = [_mesh(caller, number, worker, fix) for number, worker in enumerate(workers)]
+    check_not_shared(caller, meshes)
     return meshes
 
 
-def _mesh(who: str, number: int, worker: object, fix: str) -> Mesh:
+def _mesh(caller: str, number: int, worker: object, fix: str) -> Mesh:
     if not isinstance(worker, Mesh):
         devices = list(worker) if isinstance(worker, Sequence | np.ndarray) else [worker]
         if not devices or not all(isinstance(device, jax.Device) for device in devices):
-            what = f"worker {number} must be a device, a sequence of devices or a mesh, got {worker!r}."
-            raise TypeError(format_error(who, what, fix=fix))
+            problem = f"worker {number} must be a device, a sequence of devices or a mesh, got {worker!r}."
+            raise TypeError(format_error(caller, problem, fix=fix))
         return make_mesh(data=len(devices), devices=devices)
     sizes = worker.shape.items()
-    if idle := [f"{axis} (size {size})" for axis, size in sizes if size > 1 and axis not in data_axes(worker)]:
-        what = f"the mesh of worker {number} has axes that nothing is split over: {', '.join(idle)}."
+    if unused := [f"{axis} (size {size})" for axis, size in sizes if size > 1 and axis not in data_axes(worker)]:
+        problem = f"the mesh of worker {number} has axes that nothing is split over: {', '.join(unused)}."
         fix = "an async_sgd worker splits its batch: use so.make_mesh(data=...)."
-        raise ValueError(format_error(who, what, fix=fix))
+        raise ValueError(format_error(caller, problem, fix=fix))
     return worker
 
 
-def check_not_shared(who: str, meshes: Sequence[Mesh], noun: str = "worker") -> None:
-    """Refuse shared devices: two programs with collectives can each wait for a device that the other has."""
+def check_not_shared(caller: str, meshes: Sequence[Mesh], noun: str = "worker") -> None:
+    """Refuse shared devices: of two programs with collectives, each can wait for a device that the other one has."""
     owners = defaultdict(list)
     for number, mesh in enumerate(meshes):
         for device in mesh.devices.flat:
@@ -193,21 +201,21 @@ def check_not_shared(who: str, meshes: Sequence[Mesh], noun: str = "worker") -> 
         if len(numbers) > 1 and any(meshes[number].size > 1 for number in numbers)
     ]
     if shared:
-        what = f"{'an' if noun[0] in 'aeiou' else 'a'} {noun} with several devices must have them for itself."
-        raise ValueError(format_error(who, what, shared, f"give each its own, or one device to several {noun}s."))
+        problem = f"{'an' if noun[0] in 'aeiou' else 'a'} {noun} with several devices must have them for itself."
+        raise ValueError(format_error(caller, problem, shared, f"give each its own, or one device to several {noun}s."))
 
 
-def process_sizes(who: str, workers: Workers) -> list[int]:
-    """Return how many devices each worker has in a process of its own."""
+def process_sizes(caller: str, workers: Workers) -> list[int]:
+    """Return the number of devices of each worker's process."""
     if is_integer(workers):
-        check_count(who, "workers", workers, least=1)
+        check_count(caller, "workers", workers, minimum=1)
         return [1] * int(workers)
     if isinstance(workers, str | bytes) or not isinstance(workers, Sequence) or not all(map(is_integer, workers)):
-        what = f"on Ray workers must be an integer or for each its number of devices, got {workers!r}."
-        raise TypeError(format_error(who, what, fix="pass workers=4, or workers=[2, 2] for two devices each."))
+        problem = f"on Ray workers must be an integer or for each its number of devices, got {workers!r}."
+        raise TypeError(format_error(caller, problem, fix="pass workers=4, or workers=[2, 2] for two devices each."))
     if not workers:
-        raise ValueError(format_error(who, "workers must be at least 1, got none.", fix="pass workers=4."))
+        raise ValueError(format_error(caller, "workers must be at least 1, got none.", fix="pass workers=4."))
     sizes = [int(size) for size in workers if is_integer(size)]
     for number, size in enumerate(sizes):
-        check_count(who, f"workers[{number}]", size, least=1)
+        check_count(caller, f"workers[{number}]", size, minimum=1)
     return sizes

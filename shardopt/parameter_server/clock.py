@@ -1,4 +1,4 @@
-"""Who is at which step, and who may start the next one: the stale synchronous parallel bound."""
+"""The step of every worker, and the stale synchronous parallel bound, which decides who may start the next step."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, TypeVar
@@ -6,22 +6,22 @@ from typing import NamedTuple, TypeVar
 from shardopt.core.arguments import check_count, is_integer
 from shardopt.core.errors import format_error, plural
 
-WHO = "parameter_server"
+CALLER = "parameter_server"
 
 Value = TypeVar("Value")
 _BITS = 6
 
 
 class PersistentMap(Mapping[int, Value]):
-    """A mapping from integers that never changes; `put` and `drop` return another that shares most of it.
+    """An immutable mapping from integers; `put` and `drop` return a new mapping that shares most of its memory.
 
-    Keys that agree but for their last six bits share a bucket. A change copies one bucket and the table of buckets:
-    for n keys about n / 64 + 64 references, where a dict would copy n.
+    Keys that differ only in their last six bits share a bucket. A change copies one bucket and the table of buckets:
+    for n keys about n / 64 + 64 references, while a dict would copy n.
 
     Example:
-      >>> one = PersistentMap().put(3, "a")
-      >>> two = one.put(70, "b").drop(3)
-      >>> dict(one), dict(two), len(two)
+      >>> first = PersistentMap().put(3, "a")
+      >>> second = first.put(70, "b").drop(3)
+      >>> dict(first), dict(second), len(second)
       ({3: 'a'}, {70: 'b'}, 1)
     """
 
@@ -46,7 +46,7 @@ class PersistentMap(Mapping[int, Value]):
         return f"PersistentMap({dict(self)})"
 
     def put(self, key: int, value: Value) -> "PersistentMap[Value]":
-        """Return the mapping with this entry."""
+        """Return a mapping with this entry added or replaced."""
         old = self._buckets.get(key >> _BITS, {})
         bucket, buckets = old.copy(), self._buckets.copy()
         bucket[key] = value
@@ -54,7 +54,7 @@ class PersistentMap(Mapping[int, Value]):
         return PersistentMap(buckets, self._size + (key not in old))
 
     def drop(self, key: int) -> "PersistentMap[Value]":
-        """Return the mapping without this key, whether it has it or not."""
+        """Return a mapping without this key; the same mapping if it does not have the key."""
         if key not in self:
             return self
         bucket, buckets = self._buckets[key >> _BITS].copy(), self._buckets.copy()
@@ -67,18 +67,18 @@ class PersistentMap(Mapping[int, Value]):
 
 
 class Clock(NamedTuple):
-    """The steps that each worker has finished. A value: every function below returns a new one.
+    """The number of steps that each worker has finished. It is immutable: every function below returns a new clock.
 
-    A worker that has finished c steps is *at clock c*; the step it does next is step c. Its **staleness** when it
-    starts that step is c less the clock of the slowest worker: what it reads holds every update of steps
-    0 .. c - staleness - 1, and maybe some of later ones. It may start while staleness <= max_staleness. The slowest
-    worker may always start, so nobody waits for ever.
+    A worker that has finished c steps is *at clock c*, and its next step is step c. Its **staleness** when it starts
+    that step is c minus the clock of the slowest worker. The parameters that it reads contain every update of the steps
+    0 .. c - staleness - 1, and maybe some later updates. It may start while staleness <= max_staleness. The slowest
+    worker may always start, so no worker waits for ever.
 
     Attributes:
       max_staleness: the bound, in clocks; None for no bound.
       steps: worker -> steps finished.
-      counts: clock -> how many workers are at it.
-      slowest: the least clock of any worker; it never falls. Without workers, the clock that the next one gets.
+      counts: clock -> number of workers at this clock.
+      slowest: the least clock of any worker; it never decreases. Without workers, the clock of the next worker to join.
       fastest: the greatest clock that any worker ever had.
     """
 
@@ -105,43 +105,45 @@ def make_clock(max_staleness: int | None) -> Clock:
     References:
       Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013.
     """
-    check_max_staleness(WHO, max_staleness)
+    check_max_staleness(CALLER, max_staleness)
     return Clock(None if max_staleness is None else int(max_staleness))
 
 
 def join(clock: Clock, worker: int) -> Clock:
-    """Let a worker in, at the clock of the slowest: it neither waits nor makes anyone wait longer."""
-    check_count(WHO, "worker", worker, least=0)
+    """Add a worker at the clock of the slowest: it need not wait, and other workers need not wait longer."""
+    check_count(CALLER, "worker", worker, minimum=0)
     if worker in clock.steps:
-        what = f"worker {worker} cannot join: it is there already, at clock {clock.steps[worker]}."
-        raise ValueError(format_error(WHO, what, fix="let it leave first, or give the newcomer a number of its own."))
-    at = clock.slowest
+        problem = f"worker {worker} cannot join: it is there already, at clock {clock.steps[worker]}."
+        raise ValueError(
+            format_error(CALLER, problem, fix="let it leave first, or give the newcomer a number of its own.")
+        )
+    first_step = clock.slowest
     return clock._replace(
-        steps=clock.steps.put(worker, at),
-        counts={**clock.counts, at: clock.counts.get(at, 0) + 1},
+        steps=clock.steps.put(worker, first_step),
+        counts={**clock.counts, first_step: clock.counts.get(first_step, 0) + 1},
     )
 
 
 def leave(clock: Clock, worker: int) -> Clock:
-    """Forget a worker; if it was the slowest, others may start now.
+    """Remove a worker; if it was the slowest, other workers may start now.
 
-    When the last one leaves, the next to join starts at the greatest clock that ever was, so that no step of a
-    worker is done twice under the same number.
+    After the last worker has left, the next worker to join starts at the greatest clock that any worker ever had. So no
+    worker does two steps of the same number.
     """
-    at = clock_of(clock, worker)
-    counts = _less_one(clock.counts, at)
+    finished_steps = clock_of(clock, worker)
+    counts = _decrement(clock.counts, finished_steps)
     return clock._replace(steps=clock.steps.drop(worker), counts=counts, slowest=min(counts, default=clock.fastest))
 
 
 def tick(clock: Clock, worker: int) -> Clock:
     """Count a step that a worker has finished."""
-    at = clock_of(clock, worker)
-    counts = _less_one(clock.counts, at)
-    counts[at + 1] = counts.get(at + 1, 0) + 1
-    # Whoever was the last at the least clock is now one above it, and nobody is between.
-    slowest = at + 1 if at == clock.slowest and at not in counts else clock.slowest
-    steps = clock.steps.put(worker, at + 1)
-    return Clock(clock.max_staleness, steps, counts, slowest, max(clock.fastest, at + 1))
+    step = clock_of(clock, worker)
+    counts = _decrement(clock.counts, step)
+    counts[step + 1] = counts.get(step + 1, 0) + 1
+    # If no worker is left at the least clock, the new least clock is one more: this worker is there.
+    slowest = step + 1 if step == clock.slowest and step not in counts else clock.slowest
+    steps = clock.steps.put(worker, step + 1)
+    return Clock(clock.max_staleness, steps, counts, slowest, max(clock.fastest, step + 1))
 
 
 def staleness(clock: Clock, worker: int) -> int:
@@ -155,47 +157,48 @@ def may_start(clock: Clock, worker: int) -> bool:
 
 
 def clock_of(clock: Clock, worker: int) -> int:
-    """Return the steps that a worker has finished."""
+    """Return the number of steps that a worker has finished."""
     if worker not in clock.steps:
-        listed = ", ".join(map(str, sorted(clock.steps)[:8])) + (" ..." if len(clock.steps) > 8 else "")
-        what = f"worker {worker} is not among the {plural(len(clock.steps), 'worker')} ({listed or 'none'})."
-        raise ValueError(format_error(WHO, what, fix="let it join; what a worker pushes after it left is lost."))
+        worker_list = ", ".join(map(str, sorted(clock.steps)[:8])) + (" ..." if len(clock.steps) > 8 else "")
+        problem = f"worker {worker} is not among the {plural(len(clock.steps), 'worker')} ({worker_list or 'none'})."
+        raise ValueError(format_error(CALLER, problem, fix="let it join; what a worker pushes after it left is lost."))
     return clock.steps[worker]
 
 
-def _less_one(counts: Mapping[int, int], at: int) -> dict[int, int]:
-    left = dict(counts)
-    left[at] -= 1
-    if not left[at]:
-        del left[at]
-    return left
+def _decrement(counts: Mapping[int, int], step: int) -> dict[int, int]:
+    """Return the counts with one worker less at a clock, and without the clock if no worker is left there."""
+    new_counts = dict(counts)
+    new_counts[step] -= 1
+    if not new_counts[step]:
+        del new_counts[step]
+    return new_counts
 
 
 _UNBOUNDED_FIX = "0 waits at every step, s lets the fastest run s steps ahead, None never waits."
 
 
-def check_max_staleness(who: str, max_staleness: int | None) -> None:
+def check_max_staleness(caller: str, max_staleness: int | None) -> None:
     """Refuse a bound that is neither None nor an integer of at least 0."""
     if max_staleness is None:
         return
     if not is_integer(max_staleness):
-        what = f"max_staleness must be an integer or None, got {max_staleness!r} ({type(max_staleness).__name__})."
-        raise TypeError(format_error(who, what, fix=_UNBOUNDED_FIX))
+        problem = f"max_staleness must be an integer or None, got {max_staleness!r} ({type(max_staleness).__name__})."
+        raise TypeError(format_error(caller, problem, fix=_UNBOUNDED_FIX))
     if max_staleness < 0:
         raise ValueError(
-            format_error(who, f"max_staleness must be at least 0, got {max_staleness}.", fix=_UNBOUNDED_FIX)
+            format_error(caller, f"max_staleness must be at least 0, got {max_staleness}.", fix=_UNBOUNDED_FIX)
         )
 
 
 def should_sync(step: int, max_staleness: int) -> bool:
-    """Say whether a worker that may be `max_staleness` steps behind fetches the parameters before this step.
+    """Return whether a worker that may be `max_staleness` steps behind fetches the parameters before this step.
 
-    True at every step if max_staleness = 0, and otherwise where step mod (max_staleness + 1) = 0: parameters
-    fetched at one step serve it and the max_staleness steps after it.
+    It fetches them at every step with step mod (max_staleness + 1) = 0: every step if max_staleness = 0. The parameters
+    are used for this step and the max_staleness steps after it.
 
     Args:
-      step: the worker's own step, counted from 0.
-      max_staleness: for how many further steps fetched parameters may be used.
+      step: the worker's step, counted from 0.
+      max_staleness: the number of further steps for which fetched parameters may be used.
 
     Returns:
       Whether to fetch.
@@ -214,6 +217,6 @@ def should_sync(step: int, max_staleness: int) -> bool:
       Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013, section 3:
       the cache of a worker is read until it is too old.
     """
-    check_count("should_sync", "step", step, least=0)
-    check_count("should_sync", "max_staleness", max_staleness, least=0)
+    check_count("should_sync", "step", step, minimum=0)
+    check_count("should_sync", "max_staleness", max_staleness, minimum=0)
     return bool(step % (max_staleness + 1) == 0)

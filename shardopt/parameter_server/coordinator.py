@@ -1,4 +1,4 @@
-"""The server behind one lock: where workers come, in threads or from other processes, and wait."""
+"""The server behind one lock: workers call it, from threads or other processes, and wait in its calls."""
 
 import threading
 from collections.abc import Mapping
@@ -8,13 +8,19 @@ import jax
 import numpy as np
 
 from shardopt.core.types import PyTree
-from shardopt.parameter_server.run import Availability, Run, Snapshot, snapshot
+from shardopt.parameter_server.run import Availability, Run, RunSnapshot, take_snapshot
 from shardopt.parameter_server.updates import Update
 from shardopt.parameter_server.views import Status
 
 
-class Task(NamedTuple):
-    """A step to do: the version of the parameters, the worker's clock, the parameters."""
+class WorkerTask(NamedTuple):
+    """The next step of a worker, the answer to its pull.
+
+    Attributes:
+      version: the version of the parameters.
+      clock: the worker's clock, the number of this step.
+      params: the parameters.
+    """
 
     version: int
     clock: int
@@ -22,222 +28,242 @@ class Task(NamedTuple):
 
 
 class Milestone(NamedTuple):
-    """The server as it was right after an update that was to be saved or evaluated.
+    """A copy of the server right after an update whose version must be saved or evaluated.
 
     Attributes:
       version: updates made.
-      params: the parameters then.
-      history: the metrics of the updates since the milestone before.
-      snapshot: the run, where it is to be saved.
+      params: the parameters after this update.
+      history: the metrics of the updates since the previous milestone.
+      snapshot: the run, if it must be saved.
     """
 
     version: int
     params: PyTree
     history: list[Mapping[str, jax.Array | np.ndarray]]
-    snapshot: Snapshot | None
+    snapshot: RunSnapshot | None
 
 
 class SavePolicy(NamedTuple):
-    """After how many updates each a run is saved and evaluated; None for never."""
+    """The numbers of updates between two saves, and between two evaluations; None for never."""
 
     save_every: int | None = None
     evaluate_every: int | None = None
 
     def saves(self, version: int) -> bool:
-        """Whether this version becomes a checkpoint."""
+        """Return whether this version becomes a checkpoint."""
         return self.save_every is not None and version % self.save_every == 0
 
     def evaluates(self, version: int) -> bool:
-        """Whether this version is evaluated."""
+        """Return whether this version is evaluated."""
         return self.evaluate_every is not None and version % self.evaluate_every == 0
 
 
 class Coordinator:
-    """Workers enter, pull, push and are let go; each call waits until it may be done, or says that all is over.
+    """Lets workers enter, pull, push and leave: each call blocks until it may proceed, or tells that the run has ended.
 
-    They wait in one place only, a condition variable, for one of few things to come true: the bound lets them start,
-    they are due to join, a milestone was taken away, or all is over. Every call names the worker's incarnation, how
-    often it was started again: what it asked for before it was killed comes to nothing, however late it arrives.
+    All calls wait on one condition variable, until one of four conditions is true:
+
+    - the bound lets the worker start its step;
+    - the worker is due to join;
+    - a milestone was taken away;
+    - the run has ended.
+
+    Every call names the worker's incarnation, the number of times that it was restarted. A call of an earlier
+    incarnation, from before the worker was killed, has no effect, however late it arrives.
 
     Args:
       run: the server, new or restored.
-      num_updates: the version to stop at; pushes in flight then are dropped.
-      availability: when each worker is there. At the end of a period it dies with what it computes.
+      num_updates: the version to stop at; pushes that are in flight then are dropped.
+      availability: the periods of each worker. At the end of a period the worker dies, and its step is lost.
       policy: which versions are milestones.
     """
 
     def __init__(self, run: Run, num_updates: int, availability: Availability, policy: SavePolicy):
         self.run, self.num_updates, self.policy = run, num_updates, policy
-        self.until: dict[int, float] = {}  # present periods: when they end
+        self.period_ends: dict[int, float] = {}  # worker -> the version at which its current period ends
         self.incarnations = dict.fromkeys(availability, 0)
-        self.expected: set[int] = set()  # killed, and to be there again soon
-        self.stopped: str | None = None
-        self.verdict = "completed"  # what a run is that came to `num_updates`
-        self.working = set(availability)  # whose thread or process has not ended
+        self.restarting: set[int] = set()  # workers that were killed and will join again
+        self.stop_reason: str | None = None
+        self.completion_reason = "completed"  # the end reason of a run that has reached `num_updates`
+        self.running_workers = set(availability)  # workers whose thread or process has not ended
         self.milestones: list[Milestone] = []
-        self.seen = run.state.version
+        self.milestone_version = run.state.version  # the version of the last milestone
         self.changed = threading.Condition()
         version = run.state.version
-        self.periods = {  # those not begun yet
+        self.periods = {  # worker -> its periods that have not begun yet
             worker: [(start, end) for start, end in periods if end > version]
             for worker, periods in availability.items()
         }
-        if not self.over():
-            self._open()
+        if not self.is_over():
+            self._admit_first_workers()
 
     def enter(self, worker: int, incarnation: int = 0) -> int | None:
-        """Wait until the worker is there; return how far it is in its data, or None if it never will be again."""
+        """Wait until the worker's period begins; return its position in its data, or None if no period is left."""
         with self.changed:
             self.changed.wait_for(
-                lambda: self.gone(worker, incarnation) or worker in self.until or self._due(worker) or self._stuck()
+                lambda: (
+                    self.must_end(worker, incarnation)
+                    or worker in self.period_ends
+                    or self._is_due(worker)
+                    or self._is_stuck()
+                )
             )
-            if self.gone(worker, incarnation) or not (worker in self.until or self._join_if_due(worker)):
+            if self.must_end(worker, incarnation) or not (worker in self.period_ends or self._join_if_due(worker)):
                 self.changed.notify_all()
                 return None
             self.changed.notify_all()
             return self.run.positions.of(worker)
 
-    def pull(self, worker: int, incarnation: int, ready: bool) -> Task | None:
-        """Begin a step as `begin_step`, and return the parameters as users know them."""
+    def pull(self, worker: int, incarnation: int, ready: bool) -> WorkerTask | None:
+        """Begin a step like `begin_step`, and return the parameters as users know them."""
         task = self.begin_step(worker, incarnation, ready)
         if task is None or self.run.server.servers == 1:
             return task
         return task._replace(params=self.run.server.whole(task.params))
 
-    def begin_step(self, worker: int, incarnation: int, ready: bool) -> Task | None:
-        """Wait until the worker may start its next step; None if it is not to. One not ready, without data, leaves."""
-        asked = self.run.now()
+    def begin_step(self, worker: int, incarnation: int, ready: bool) -> WorkerTask | None:
+        """Wait until the worker may start its next step; return None if it must not. A worker without data leaves."""
+        asked_at = self.run.now()
         with self.changed:
             self.changed.wait_for(
-                lambda: self.gone(worker, incarnation) or self._dead(worker) or self.run.may_pull(worker) or not ready
+                lambda: (
+                    self.must_end(worker, incarnation)
+                    or self._period_is_over(worker)
+                    or self.run.may_pull(worker)
+                    or not ready
+                )
             )
-            if self.gone(worker, incarnation):
+            if self.must_end(worker, incarnation):
                 return None
-            if not ready or self._dead(worker):
-                self._leave(worker, asked)
+            if not ready or self._period_is_over(worker):
+                self._leave(worker, asked_at)
                 return None
-            event = self.run.pull(worker, asked)
-            return Task(event.version, event.clock, self.run.state.params)
+            event = self.run.pull(worker, asked_at)
+            return WorkerTask(event.version, event.clock, self.run.state.params)
 
     def push(self, worker: int, incarnation: int, update: Update | None, version: int) -> bool:
-        """Take the result of a step; False if the worker is to stop."""
+        """Take the result of a step; return False if the worker must stop."""
         with self.changed:
-            if self.gone(worker, incarnation):
+            if self.must_end(worker, incarnation):
                 return False
-            if self._dead(worker):
+            if self._period_is_over(worker):
                 self._leave(worker)
                 return False
-            before = self.run.state.version
+            previous_version = self.run.state.version
             self.run.push(worker, update, version)
-            self._after(before)
-            # Milestones are copies: whoever makes them faster than they are taken away waits.
-            self.changed.wait_for(lambda: len(self.milestones) < 2 or self.gone(worker, incarnation))
-            return not self.gone(worker, incarnation)
+            self._notify_change(previous_version)
+            # Milestones are copies and need memory: a worker waits if they are made faster than they are taken away.
+            self.changed.wait_for(lambda: len(self.milestones) < 2 or self.must_end(worker, incarnation))
+            return not self.must_end(worker, incarnation)
 
-    def worker_died(self, worker: int, *, expected: bool = False) -> None:
-        """Forget a worker that was killed; `expected` if it will be there again, in its next incarnation."""
+    def worker_died(self, worker: int, *, restarting: bool = False) -> None:
+        """Remove a worker that was killed; with `restarting` it will join again, in its next incarnation."""
         with self.changed:
             self.incarnations[worker] += 1
-            if worker in self.until:
-                if expected:
-                    self.periods[worker].insert(0, (self.run.state.version, self.until[worker]))
+            if worker in self.period_ends:
+                if restarting:
+                    self.periods[worker].insert(0, (self.run.state.version, self.period_ends[worker]))
                 self._leave(worker)
-            if expected:
-                self.expected.add(worker)
+            if restarting:
+                self.restarting.add(worker)
             else:
                 self.periods[worker] = []
-                self.working.discard(worker)
+                self.running_workers.discard(worker)
             self.changed.notify_all()
 
-    def done(self, worker: int) -> None:
-        """Take note that a worker's thread or process has ended."""
+    def worker_ended(self, worker: int) -> None:
+        """Record that a worker's thread or process has ended."""
         with self.changed:
-            self.working.discard(worker)
+            self.running_workers.discard(worker)
             self.changed.notify_all()
 
-    def stop(self, why: str) -> None:
-        """Let every worker end at the next chance."""
+    def stop(self, reason: str) -> None:
+        """End every worker at its next call."""
         with self.changed:
-            self.stopped = self.stopped or why
+            self.stop_reason = self.stop_reason or reason
             self.changed.notify_all()
 
     def finish_early(self) -> None:
-        """Let the run end now, or with max_staleness=0 with the clock that is open: no push that was taken is lost."""
+        """End the run now, or with max_staleness=0 at the end of the open clock: no push that was taken is lost."""
         with self.changed:
-            if not self.over():
+            if not self.is_over():
                 self.num_updates = self.run.state.version + bool(self.run.state.waiting)
-                self.verdict = "early"
+                self.completion_reason = "early"
             self.changed.notify_all()
 
-    def milestone(self, timeout: float | None = None) -> Milestone | None:
-        """Wait for the next milestone and take it away; None when the time is up, or nobody works any more."""
+    def next_milestone(self, timeout: float | None = None) -> Milestone | None:
+        """Wait for the next milestone and take it away; return None at the timeout, or when all workers have ended."""
         with self.changed:
-            self.changed.wait_for(lambda: self.milestones or not self.working, timeout)
-            found = self.milestones.pop(0) if self.milestones else None
+            self.changed.wait_for(lambda: self.milestones or not self.running_workers, timeout)
+            milestone = self.milestones.pop(0) if self.milestones else None
             self.changed.notify_all()
-            return found
+            return milestone
 
     def status(self) -> Status:
-        """Return who is doing what."""
+        """Return the current activity of every worker."""
         with self.changed:
             return self.run.status(self.num_updates)
 
-    def over(self) -> bool:
-        """Whether every worker is to end."""
-        return self.stopped is not None or self.run.state.version >= self.num_updates
+    def is_over(self) -> bool:
+        """Return whether every worker must end."""
+        return self.stop_reason is not None or self.run.state.version >= self.num_updates
 
-    def gone(self, worker: int, incarnation: int) -> bool:
-        """Whether nothing more is to be done for a worker in this incarnation."""
-        return self.over() or incarnation != self.incarnations[worker]
+    def must_end(self, worker: int, incarnation: int) -> bool:
+        """Return whether this incarnation of a worker must end: the run is over, or the worker was restarted."""
+        return self.is_over() or incarnation != self.incarnations[worker]
 
-    def why(self) -> str:
-        """Say how the run ended."""
-        return self.stopped or (self.verdict if self.run.state.version >= self.num_updates else "exhausted")
+    def end_reason(self) -> str:
+        """Return how the run ended, as `metrics["stopped"]` of the result."""
+        return self.stop_reason or (
+            self.completion_reason if self.run.state.version >= self.num_updates else "exhausted"
+        )
 
-    def _open(self) -> None:
-        """Let in who is due, in order, before anyone is fast enough to matter."""
+    def _admit_first_workers(self) -> None:
+        """Let the workers that are due join in order, so that the log does not depend on the speed of their threads."""
         for worker in sorted(set(self.run.state.clock.steps) - set(self.periods)):
-            self.run.leave(worker)  # there at the checkpoint, and not any more
+            self.run.leave(worker)  # it worked when the checkpoint was saved, and is not part of this run
         for worker in sorted(self.periods):
             if worker in self.run.state.clock.steps:
                 self.run.resume(worker)
-                self.until[worker] = self.periods[worker].pop(0)[1] if self._due(worker) else self.run.state.version
+                self.period_ends[worker] = (
+                    self.periods[worker].pop(0)[1] if self._is_due(worker) else self.run.state.version
+                )
             else:
                 self._join_if_due(worker)
 
     def _join_if_due(self, worker: int) -> bool:
-        if not self._due(worker):
+        if not self._is_due(worker):
             return False
         self.run.join(worker)
-        self.until[worker] = self.periods[worker].pop(0)[1]
-        self.expected.discard(worker)
+        self.period_ends[worker] = self.periods[worker].pop(0)[1]
+        self.restarting.discard(worker)
         return True
 
-    def _leave(self, worker: int, asked: float | None = None) -> None:
-        before = self.run.state.version
-        self.run.leave(worker, asked)
-        del self.until[worker]
-        self._after(before)
+    def _leave(self, worker: int, asked_at: float | None = None) -> None:
+        previous_version = self.run.state.version
+        self.run.leave(worker, asked_at)
+        del self.period_ends[worker]
+        self._notify_change(previous_version)
 
-    def _after(self, before: int) -> None:
-        """Whoever waits looks again; a new version may be a milestone."""
+    def _notify_change(self, previous_version: int) -> None:
+        """Wake all waiting calls; make a milestone if the version is new and the policy asks for one."""
         version = self.run.state.version
         saves = self.policy.saves(version)
-        if version > before and (saves or self.policy.evaluates(version)):
-            history, self.seen = self.run.history(self.seen), version
-            kept = snapshot(self.run) if saves else None
-            self.milestones.append(Milestone(version, self.run.params, history, kept))
+        if version > previous_version and (saves or self.policy.evaluates(version)):
+            history, self.milestone_version = self.run.history(self.milestone_version), version
+            snapshot = take_snapshot(self.run) if saves else None
+            self.milestones.append(Milestone(version, self.run.params, history, snapshot))
         self.changed.notify_all()
 
-    def _due(self, worker: int) -> bool:
-        """Whether the worker's next period has come."""
+    def _is_due(self, worker: int) -> bool:
+        """Return whether the worker's next period has begun."""
         periods = self.periods[worker]
-        return bool(periods) and worker not in self.until and periods[0][0] <= self.run.state.version
+        return bool(periods) and worker not in self.period_ends and periods[0][0] <= self.run.state.version
 
-    def _dead(self, worker: int) -> bool:
-        """Whether the worker's present period is at its end."""
-        return self.run.state.version >= self.until[worker]
+    def _period_is_over(self, worker: int) -> bool:
+        """Return whether the worker's current period has ended."""
+        return self.run.state.version >= self.period_ends[worker]
 
-    def _stuck(self) -> bool:
-        """Whether nobody is there and nobody is due: no version will ever come for which others wait."""
-        return not self.until and not self.expected and not any(self._due(worker) for worker in self.periods)
+    def _is_stuck(self) -> bool:
+        """Return whether no worker is present or due, so that no new version will ever come."""
+        return not self.period_ends and not self.restarting and not any(self._is_due(worker) for worker in self.periods)

@@ -1,4 +1,4 @@
-"""How long a simulated step takes: functions from a random generator to seconds."""
+"""Durations of simulated steps: functions from a random generator to seconds."""
 
 import math
 from collections.abc import Callable
@@ -19,55 +19,55 @@ def exponential(mean: float) -> Duration:
       True
     """
     check_number("exponential", "mean", mean, positive=True)
-    return lambda draw: draw.exponential(mean)
+    return lambda generator: generator.exponential(mean)
 
 
 def lognormal(mean: float, spread: float) -> Duration:
     """Return a log-normal duration of this mean, whose standard deviation is `spread` times the mean.
 
     Example:
-      >>> draw = np.random.default_rng(0)
-      >>> round(float(np.mean([lognormal(2.0, 0.5)(draw) for _ in range(20_000)])), 1)
+      >>> generator = np.random.default_rng(0)
+      >>> round(float(np.mean([lognormal(2.0, 0.5)(generator) for _ in range(20_000)])), 1)
       2.0
     """
     check_number("lognormal", "mean", mean, positive=True)
     check_number("lognormal", "spread", spread)
     variance = math.log1p(spread**2)
-    return lambda draw: draw.lognormal(math.log(mean) - variance / 2, math.sqrt(variance))
+    return lambda generator: generator.lognormal(math.log(mean) - variance / 2, math.sqrt(variance))
 
 
 def with_stalls(duration: Duration, *, probability: float, seconds: Duration) -> Duration:
-    """Return a duration to which, with some probability, a stall is added.
+    """Return a duration that is longer by a stall with some probability.
 
     Args:
       duration: seconds without a stall, or a function that draws them.
-      probability: of a stall, each time.
-      seconds: how long a stall is, or a function that draws it.
+      probability: the probability of a stall, at each draw.
+      seconds: seconds of a stall, or a function that draws them.
 
     Example:
       >>> with_stalls(1.0, probability=1.0, seconds=4.0)(np.random.default_rng(0))
       5.0
     """
-    who = "with_stalls"
-    check_duration(who, "duration", duration)
-    check_number(who, "probability", probability)
+    caller = "with_stalls"
+    check_duration(caller, "duration", duration)
+    check_number(caller, "probability", probability)
     if probability > 1:
-        raise ValueError(f"{who}: probability must be at most 1, got {probability}.")
-    check_duration(who, "seconds", seconds)
+        raise ValueError(f"{caller}: probability must be at most 1, got {probability}.")
+    check_duration(caller, "seconds", seconds)
 
-    def sample(draw: np.random.Generator) -> float:
-        stall = draw.random() < probability
-        return seconds_of(duration, draw) + (seconds_of(seconds, draw) if stall else 0.0)
+    def sample(generator: np.random.Generator) -> float:
+        stall = generator.random() < probability
+        return seconds_of(duration, generator) + (seconds_of(seconds, generator) if stall else 0.0)
 
     return sample
 
 
-def seconds_of(duration: Duration, draw: np.random.Generator) -> float:
-    """Return a duration's next value."""
-    return float(duration(draw) if callable(duration) else duration)
+def seconds_of(duration: Duration, generator: np.random.Generator) -> float:
+    """Return the seconds of a duration, drawn if it is a function."""
+    return float(duration(generator) if callable(duration) else duration)
 
 
-def check_duration(who: str, name: str, duration: Duration) -> None:
-    """Refuse what is neither seconds nor a function."""
+def check_duration(caller: str, name: str, duration: Duration) -> None:
+    """Refuse a duration that is neither seconds nor a function."""
     if not callable(duration):
-        check_number(who, name, duration)
+        check_number(caller, name, duration)

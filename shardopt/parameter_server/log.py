@@ -1,4 +1,4 @@
-"""The event log of a run: enough to do it again, bit for bit."""
+"""The event log of a run, from which the run can be repeated bit for bit."""
 
 import json
 import os
@@ -19,15 +19,15 @@ class Event(NamedTuple):
     """One entry of the log.
 
     Attributes:
-      kind: "join", "pull", "push", "leave"; "refuse" for a push that was not used because it was not finite; "resume"
-        for a worker that goes on after the server was restored from a checkpoint, its step in flight given up.
-      worker: who.
-      clock: the step in question: the one begun by a pull, finished by a push; else the worker's next one.
-      version: updates that had been applied to the parameters once this had happened.
+      kind: "join", "pull", "push" or "leave"; "refuse" for a push that was not used because it was not finite; "resume"
+        for a worker that continues after the server was restored from a checkpoint, and gives up its step in flight.
+      worker: the number of the worker.
+      clock: the step that a pull begins or a push finishes; for other kinds the worker's next step.
+      version: the number of updates applied to the parameters, after this event.
       pulled: for a push, the version that it was computed from; otherwise `version`.
       staleness: by how many *clocks* the worker was ahead of the slowest when it began this step: 0 to max_staleness.
-      time: seconds since the run began, measured or virtual. Of no influence on the mathematics.
-      waited: for a pull (or leave), for how many of the seconds before it the worker was ready and the bound held it back.
+      time: seconds since the run began, measured or virtual. The mathematics does not depend on it.
+      waited: for a pull or a leave, for how many seconds before it the bound held back the worker, which was ready.
     """
 
     kind: str
@@ -40,16 +40,16 @@ class Event(NamedTuple):
     waited: float = 0.0
 
     def without_times(self) -> "Event":
-        """Return the event as the server itself makes it: it knows no times."""
+        """Return the event with its times set to 0, as the server makes it."""
         return self._replace(time=0.0, waited=0.0)
 
     @property
     def delay(self) -> int:
-        """Versions that passed between the pull and the push, not counting the one that the push made.
+        """Versions that passed between the pull and the push, without the version that the push made.
 
-        With a bound of s clocks and n workers that stay, at most (n - 1)(2s + 1): each of the others may be s
-        steps behind at the pull and s + 1 ahead at the push. 0 with max_staleness=0, where the updates of a clock
-        are applied as one.
+        With a bound of s clocks and n workers that stay, the delay is at most (n - 1)(2s + 1). Each of the other workers
+        may be s steps behind at the pull and s + 1 steps ahead at the push. With max_staleness=0 the delay is 0, because
+        all pushes of a clock are applied as one update.
         """
         return max(0, self.version - self.pulled - (self.kind == "push"))
 
@@ -63,11 +63,12 @@ Header = Mapping[str, Any]
 
 
 class Log:
-    """What happened, in order, and under which settings. About 64 bytes an event in memory.
+    """The events of a run in order, and the settings of the run. An event takes about 64 bytes of memory.
 
     Attributes:
-      header: the settings that a replay needs (`max_staleness`, `rule`, `nonfinite`, `rng`, `devices` of each
-        worker) and checksums of the parameters before (`initial`) and after (`final`, None for a run that broke off).
+      header: the settings that a replay needs, and checksums of the parameters. The settings are `max_staleness`, `rule`,
+        `nonfinite`, `rng` and the `devices` of each worker. The checksums are `initial` and `final`, which is None for a
+        run that was interrupted.
 
     Example:
       >>> from shardopt.parameter_server.log import Event
@@ -91,13 +92,13 @@ class Log:
         self._waits.append(event.waited)
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Return a copy as arrays, one a field of `Event`; kinds are numbers."""
+        """Return a copy of the events as arrays, one for each field of `Event`; kinds are numbers."""
         values = (*self._integers, self._times, self._waits)
         return {name: np.array(value) for name, value in zip(_COLUMNS, values, strict=True)}
 
     @classmethod
     def from_columns(cls, header: Header, columns: Mapping[str, np.ndarray]) -> "Log":
-        """Return the log whose `columns` these are."""
+        """Return the log that has these `columns`."""
         log = cls(header)
         for name, column in zip(_COLUMNS, (*log._integers, log._times, log._waits), strict=True):
             column.frombytes(np.ascontiguousarray(columns[name], column.typecode).tobytes())
@@ -116,54 +117,56 @@ class Log:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Log):
             return NotImplemented
-        mine, theirs = ((log.header, log._integers, log._times, log._waits) for log in (self, other))
-        return mine == theirs
+        contents, other_contents = ((log.header, log._integers, log._times, log._waits) for log in (self, other))
+        return contents == other_contents
 
-    __hash__ = None  # type: ignore[assignment]  # it grows
+    __hash__ = None  # type: ignore[assignment]  # a log is mutable
 
     def __repr__(self) -> str:
         return f"Log({len(self)} events, max_staleness={self.header.get('max_staleness')})"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write JSON lines: the header, then one list an event, in the order that the header's `columns` names.
+        """Write JSON lines: the header, then one list per event, in the order that the header's `columns` names.
 
-        Written beside and moved into place, so that a file of this name is always whole.
+        The lines are written to a temporary file, which is then moved to `path`. So a file at `path` is always complete.
         """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        with beside.open("w", encoding="utf-8") as file:
+        temporary_path = path.with_name(f".{path.name}.{os.getpid()}")
+        with temporary_path.open("w", encoding="utf-8") as file:
             header = {"format": FORMAT, "events": len(self), "columns": _COLUMNS, **self.header}
             file.write(json.dumps(header) + "\n")
             file.writelines(json.dumps(event, separators=(",", ":")) + "\n" for event in self)
-        beside.replace(path)
+        temporary_path.replace(path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Log":
-        """Read what `save` wrote.
+        """Read a log that `save` wrote.
 
         Raises:
           FileNotFoundError: if there is no such file.
-          ValueError: if it is not such a log, is cut off, or a line cannot be read.
+          ValueError: if the file is not a log, is cut off, or a line cannot be read.
         """
-        who = "parameter_server.Log.load"
+        caller = "parameter_server.Log.load"
         with Path(path).open(encoding="utf-8") as file:
             lines = file.read().splitlines()
         header = _parse(lines[0]) if lines else None
         if not isinstance(header, dict) or header.get("format") != FORMAT:
-            what = f"{os.fspath(path)} is no event log of format {FORMAT}."
-            raise ValueError(format_error(who, what, fix="pass a file that Log.save wrote."))
+            problem = f"{os.fspath(path)} is no event log of format {FORMAT}."
+            raise ValueError(format_error(caller, problem, fix="pass a file that Log.save wrote."))
         count = header.pop("events")
         del header["format"], header["columns"]
         log = cls(header)
         for number, line in enumerate(lines[1:], start=2):
             event = _parse(line)
             if not _is_event(event):
-                raise ValueError(format_error(who, f"line {number} of {os.fspath(path)} is no event: {line[:80]!r}."))
+                raise ValueError(
+                    format_error(caller, f"line {number} of {os.fspath(path)} is no event: {line[:80]!r}.")
+                )
             log.append(Event(*event))
         if len(log) != count:
             raise ValueError(
-                format_error(who, f"{os.fspath(path)} has {len(log)} events, and its header says {count}.")
+                format_error(caller, f"{os.fspath(path)} has {len(log)} events, and its header says {count}.")
             )
         return log
 
@@ -180,29 +183,31 @@ def _is_event(value: object) -> TypeGuard[list[Any]]:
         isinstance(value, list)
         and len(value) == len(_COLUMNS)
         and value[0] in KINDS
-        and all(type(one) is int for one in value[1:-2])
-        and all(type(one) in (int, float) for one in value[-2:])
+        and all(type(number) is int for number in value[1:-2])
+        and all(type(number) in (int, float) for number in value[-2:])
     )
 
 
 class Positions:
-    """The rounds of data that each worker is done with; one in flight when it left, or was resumed, is drawn again.
+    """The position of each worker in its data, in rounds that it has finished.
+
+    A round that was in flight when the worker left or was resumed is not counted, so that it is drawn again.
 
     Example:
-      >>> where = Positions([Event(kind, 0, 0, 0, 0) for kind in ("join", "pull", "push", "pull", "leave", "join")])
-      >>> where.of(0)
+      >>> positions = Positions([Event(kind, 0, 0, 0, 0) for kind in ("join", "pull", "push", "pull", "leave", "join")])
+      >>> positions.of(0)
       1
     """
 
     def __init__(self, events: Iterable[Event] = ()):
-        self._done: Counter[int] = Counter()
+        self._finished_rounds: Counter[int] = Counter()
         for event in events:
             self.record(event)
 
     def record(self, event: Event) -> None:
-        """Take note of one more event."""
-        self._done[event.worker] += event.kind in ("push", "refuse")
+        """Count an event."""
+        self._finished_rounds[event.worker] += event.kind in ("push", "refuse")
 
     def of(self, worker: int) -> int:
-        """Return the rounds that a worker is done with."""
-        return self._done[worker]
+        """Return the number of rounds that a worker has finished."""
+        return self._finished_rounds[worker]

@@ -1,7 +1,7 @@
-"""A worker of several processes on Ray: a group of `jax.distributed`, of which the first process alone asks the server.
+"""A worker that consists of several processes on Ray: a group of `jax.distributed`.
 
-All processes of a group run the same `run_worker` on a mesh over all of their devices. What the server answers to the first
-one it tells the others, parameters through Ray's object store, so that all do the same step.
+All processes of a group run the same `run_worker` on a mesh over all of their devices. Only the first process calls the
+server. It shares each answer with the other processes, with parameters in Ray's object store, so that all do the same step.
 """
 
 import queue
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from shardopt.core.types import PyTree
-from shardopt.parameter_server.coordinator import Task
+from shardopt.parameter_server.coordinator import WorkerTask
 from shardopt.parameter_server.updates import Update
 
 if TYPE_CHECKING:
@@ -19,95 +19,95 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 
-class Failed(NamedTuple):
-    """What a process says instead of a result: the error, and its traceback as text."""
+class ProcessFailure(NamedTuple):
+    """The answer of a process that has failed: its error, and the traceback as text."""
 
     error: BaseException
     trace: str
 
 
-class Gone(Exception):  # noqa: N818
-    """The server is gone; or, with `failed`, its answer was an error, which ends the run."""
+class CoordinatorError(Exception):
+    """The server's process has died; or, with `failure`, its answer was an error, which ends the run."""
 
-    def __init__(self, failed: Failed | None = None):
+    def __init__(self, failure: ProcessFailure | None = None):
         super().__init__()
-        self.failed = failed
+        self.failure = failure
 
 
-class Asks(Protocol):
-    """What `run_worker` asks; see `Coordinator`."""
+class CoordinatorClient(Protocol):
+    """The calls that `run_worker` makes; see `Coordinator`."""
 
     def enter(self, worker: int, incarnation: int) -> int | None:
-        """Wait until the worker is there."""
+        """Wait until the worker's period begins."""
         ...
 
-    def pull(self, worker: int, incarnation: int, ready: bool) -> Task | None:
+    def pull(self, worker: int, incarnation: int, ready: bool) -> WorkerTask | None:
         """Begin a step."""
         ...
 
     def push(self, worker: int, incarnation: int, update: Update | None, version: int) -> bool:
-        """Hand over the result of a step."""
+        """Send the result of a step."""
         ...
 
 
 class Leader:
-    """The coordinator as the first process of a group sees it: it asks, and tells the others."""
+    """The client of the first process of a group: it calls the coordinator, and sends the answers to the other processes."""
 
-    def __init__(self, coordinator: Asks, token: str, others: "tuple[ActorHandle, ...]"):
-        self._coordinator, self._token, self._others = coordinator, token, others
+    def __init__(self, coordinator: CoordinatorClient, token: str, followers: "tuple[ActorHandle, ...]"):
+        self._coordinator, self._token, self._followers = coordinator, token, followers
 
     def enter(self, worker: int, incarnation: int) -> int | None:
         """See `Coordinator.enter`."""
-        return self._tell(lambda: self._coordinator.enter(worker, incarnation))
+        return self._call_and_share(lambda: self._coordinator.enter(worker, incarnation))
 
-    def pull(self, worker: int, incarnation: int, ready: bool) -> Task | None:
+    def pull(self, worker: int, incarnation: int, ready: bool) -> WorkerTask | None:
         """See `Coordinator.pull`."""
-        return self._tell(lambda: self._coordinator.pull(worker, incarnation, ready))
+        return self._call_and_share(lambda: self._coordinator.pull(worker, incarnation, ready))
 
     def push(self, worker: int, incarnation: int, update: Update | None, version: int) -> bool:
         """See `Coordinator.push`."""
-        return self._tell(lambda: self._coordinator.push(worker, incarnation, update, version))
+        return self._call_and_share(lambda: self._coordinator.push(worker, incarnation, update, version))
 
-    def _tell(self, ask: Callable[[], Answer]) -> Answer:
+    def _call_and_share(self, call: Callable[[], Answer]) -> Answer:
         import ray
 
-        said: Answer | Gone = Gone()
+        answer: Answer | CoordinatorError = CoordinatorError()
         try:
-            said = ask()
-            return said
+            answer = call()
+            return answer
         finally:
-            shared = ray.put(said)  # once, whatever it weighs
-            for other in self._others:
-                other.hear.remote(self._token, shared)
+            shared = ray.put(answer)  # once for all processes, because it may have all parameters
+            for process in self._followers:
+                process.receive.remote(self._token, shared)
 
 
 class Follower:
-    """The coordinator as another process of a group sees it: it hears what the first one is told."""
+    """The client of another process of a group: it gets the answers that the first process received."""
 
-    def __init__(self, heard: "queue.SimpleQueue[Any]"):
-        self._heard, self.version = heard, 0  # the first process knows it
+    def __init__(self, answers: "queue.SimpleQueue[Any]"):
+        self._answers, self.version = answers, 0  # only the first process knows the version
 
     def enter(self, worker: int, incarnation: int) -> int | None:
         """See `Coordinator.enter`."""
         return self._next()
 
-    def pull(self, worker: int, incarnation: int, ready: bool) -> Task | None:
+    def pull(self, worker: int, incarnation: int, ready: bool) -> WorkerTask | None:
         """See `Coordinator.pull`."""
         return self._next()
 
     def push(self, worker: int, incarnation: int, update: Update | None, version: int) -> bool:
-        """See `Coordinator.push`; the update is that of the first process, which pushes it."""
+        """See `Coordinator.push`; the first process pushes the update."""
         return self._next()
 
     def _next(self) -> Any:
-        answer = self._heard.get()
-        if isinstance(answer, Gone):
+        answer = self._answers.get()
+        if isinstance(answer, CoordinatorError):
             raise answer
         return answer
 
 
 def free_address() -> str:
-    """Return an address of this host, where the other hosts of a Ray cluster reach it, with a port that is free now."""
+    """Return an address of this host that other hosts of the Ray cluster can reach, with a port that is free now."""
     import ray
 
     with socket.socket() as probe:
@@ -115,18 +115,18 @@ def free_address() -> str:
         return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
 
-def on_this_process(tree: PyTree) -> PyTree:
-    """Return arrays of a mesh over several processes whole, on a device of this one."""
+def gather_to_local_device(tree: PyTree) -> PyTree:
+    """Return arrays of a mesh over several processes as full arrays, each on a device of this process."""
     import jax
 
     leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable]
     if not leaves:
         return tree
-    everywhere = jax.NamedSharding(leaves[0].sharding.mesh, jax.P())  # pyright: ignore[reportAttributeAccessIssue]
-    whole = iter(jax.jit(lambda some: some, out_shardings=everywhere)(leaves))
+    replicated = jax.NamedSharding(leaves[0].sharding.mesh, jax.P())  # pyright: ignore[reportAttributeAccessIssue]
+    full_leaves = iter(jax.jit(lambda leaves: leaves, out_shardings=replicated)(leaves))
 
-    def one(leaf: Any) -> Any:
+    def gather_leaf(leaf: Any) -> Any:
         remote = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-        return next(whole).addressable_data(0) if remote else leaf
+        return next(full_leaves).addressable_data(0) if remote else leaf
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(gather_leaf, tree)

@@ -1,8 +1,8 @@
-"""Several servers on Ray: each a process with its part; the coordinator orders their updates and sends no arrays.
+"""Several servers on Ray: each is a process with its shard; the coordinator orders their updates and sends no arrays.
 
-A push counts when every server holds its range of it in Ray's object store, in objects of the coordinator: these outlive the
-worker, and the server too. So a server that is killed starts again from its last snapshot, does the updates after it
-again, and nothing is lost; only when the coordinator dies, the run goes back to a checkpoint.
+A push is accepted when every server has stored its range of the gradient in Ray's object store. These objects belong to the
+coordinator, so they outlive the worker and the server. A server that is killed restarts from its last snapshot and repeats
+the later updates: nothing is lost. Only when the coordinator dies does the run go back to a checkpoint.
 """
 
 import hmac
@@ -16,137 +16,159 @@ import numpy as np
 
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, Weighted
-from shardopt.parameter_server.apply import Applied, Mathematics, PartPrograms, metrics_of, own
-from shardopt.parameter_server.sharded import Parts, like, merged, shapes_of, shard, unshard
+from shardopt.parameter_server.apply import (
+    ServerArrays,
+    UpdateResult,
+    copy_without_weak_type,
+    metrics_of,
+    run_arguments,
+)
+from shardopt.parameter_server.sharded import (
+    ServerShards,
+    ShardPrograms,
+    abstract_params,
+    combine_leaves,
+    shapes_of,
+    shard,
+    unshard,
+)
 from shardopt.parameter_server.updates import Update, trained, untrained
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-KEEP_EVERY = 8
-"""Updates between two snapshots of a server; pushes since the one before the last are kept in the object store."""
+SNAPSHOT_EVERY = 8
+"""Updates between two snapshots of a server. The object store has all pushes since the second last snapshot."""
 TRIES = 5
-"""How often servers are started again for one question, before its error is the caller's."""
+"""How often servers are restarted for one call, before its error is raised."""
 
 Value = TypeVar("Value")
 
 
-def check_token(mine: str, given: str) -> None:
+def check_token(run_token: str, call_token: str) -> None:
     """Refuse a call without the token of the run.
 
     Raises:
-      PermissionError: if it is another one.
+      PermissionError: if the call has another token.
     """
-    if not hmac.compare_digest(mine.encode(), str(given).encode()):
-        what = "a call without the token of this run was refused."
-        raise PermissionError(format_error("parameter_server", what, fix="start workers through opt.run only."))
+    if not hmac.compare_digest(run_token.encode(), str(call_token).encode()):
+        problem = "a call without the token of this run was refused."
+        raise PermissionError(format_error("parameter_server", problem, fix="start workers through opt.run only."))
 
 
-class Held:
-    """The gradient of a push, for each server a reference to its range; `nbytes` of all."""
+class StoredGradient:
+    """The gradient of a push in the object store: for each server a reference to its range; `nbytes` of all ranges."""
 
     def __init__(self, refs: "list[ObjectRef]", nbytes: int):
         self.refs, self.nbytes = refs, nbytes
 
 
-class Version:
-    """The parameters after an update, for each server a reference; when a server is started again it gets another."""
+class StoredParams:
+    """The parameters after an update: for each server a reference to its shard, which changes if the server restarts."""
 
-    def __init__(self, number: int, refs: "list[ObjectRef]"):
-        self.number, self.refs = number, refs
+    def __init__(self, version: int, refs: "list[ObjectRef]"):
+        self.version, self.refs = version, refs
 
 
 class RemoteParams(NamedTuple):
     """Parameters that are on several servers.
 
     Attributes:
-      version: where they are.
-      rest: those that are not trained, None for the others.
-      part: shapes and dtypes of one server's part.
-      shapes: of the whole trained leaves.
+      stored: references to the trained parameters.
+      untrained: the parameters that are not trained, with None for the trained ones.
+      abstract_shard: shapes and dtypes of the shard of one server.
+      shapes: the shapes of the full trained leaves.
     """
 
-    version: Version
-    rest: PyTree
-    part: PyTree
+    stored: StoredParams
+    untrained: PyTree
+    abstract_shard: PyTree
     shapes: tuple[tuple[int, ...], ...]
 
 
-class Entry(NamedTuple):
-    """An update, as it can be done again."""
+class JournalEntry(NamedTuple):
+    """The inputs of an update, with which a restarted server repeats it.
+
+    Attributes:
+      number: the number of the update, from 1; it is the version that the update makes.
+      pushed: loss, metrics and rows of each push.
+      grads: the gradient of each push.
+      pulled: the parameters that the push was computed from, if the rule needs them.
+      delay: versions between the pull and the push.
+      sums: for each server the terms that it adds to the sums over servers.
+    """
 
     number: int
     pushed: list[tuple[Weighted, Mapping[str, Any], int]]
-    grads: list[Held]
-    pulled: Version | None
+    grads: list[StoredGradient]
+    pulled: StoredParams | None
     delay: int
     sums: "list[ObjectRef]"
 
 
-class PartProcess:
-    """One of several servers: its range of the parameters, and the optimizer state of these."""
+class ShardProcess:
+    """One of several servers: its shard of the parameters, and the optimizer state of this shard."""
 
     def __init__(self, begin_process: Callable[..., None], settings: dict[str, object], token: str, programs: bytes):
         from ray import cloudpickle
 
         begin_process(settings, devices=1, platform="cpu")
         self.token = token
-        self.programs: PartPrograms = cloudpickle.loads(programs)()
-        self.at, self.part, self.states = -1, None, (None, None)
+        self.programs: ShardPrograms = cloudpickle.loads(programs)()
+        self.version, self.shard, self.states = -1, None, (None, None)
 
-    def begin(self, token: str, part: PyTree) -> PyTree:
-        """Begin with these parameters; return them."""
+    def begin(self, token: str, shard: PyTree) -> PyTree:
+        """Begin with this shard of the parameters; return it."""
         check_token(self.token, token)
-        self.part = jax.device_put(part)
-        self.at, self.states = 0, self.programs.begin(self.part)
-        return part
+        self.shard = jax.device_put(shard)
+        self.version, self.states = 0, self.programs.begin(self.shard)
+        return shard
 
-    def adopt(self, token: str, kept: tuple[int, PyTree, PyTree, PyTree]) -> PyTree:
-        """Go on from a snapshot; return the parameters."""
+    def adopt(self, token: str, snapshot: tuple[int, PyTree, PyTree, PyTree]) -> PyTree:
+        """Continue from a snapshot; return its shard of the parameters."""
         check_token(self.token, token)
-        # Copies: what Ray hands out is memory of its store, and the next update takes over that of the states.
-        number, part, *states = kept
-        self.at, self.part, self.states = number, jax.device_put(part), tuple(jax.tree.map(_copy, states))
-        return part
+        # The states are copied: arrays from Ray are memory of its object store, which the next update would take over.
+        version, shard, *states = snapshot
+        self.version, self.shard, self.states = version, jax.device_put(shard), tuple(jax.tree.map(_copy, states))
+        return shard
 
     def hold(self, token: str, grads: PyTree) -> tuple[bool, PyTree]:
-        """Return a gradient, which thereby belongs to the coordinator."""
+        """Return a gradient: as the result of a call it belongs to the coordinator, which made the call."""
         check_token(self.token, token)
         return True, grads
 
     def sums(self, token: str, number: int, pushed: list[Any], delay: int, pulled: PyTree, *grads: PyTree) -> list[Any]:
-        """Return what this part adds to the sums over servers."""
-        args = self._arguments(token, number, pushed, delay, pulled, grads)
-        return jax.device_get(self.programs.sums(*args))
+        """Return the terms that this shard adds to the sums over servers."""
+        return jax.device_get(self.programs.sums(self._arguments(token, number, pushed, delay, pulled, grads)))
 
     def apply(
         self, token: str, number: int, pushed: list[Any], delay: int, pulled: PyTree, *grads_and_sums: Any
     ) -> PyTree:
-        """Make an update; return the parameters."""
-        grads, sums_of = grads_and_sums[: len(pushed)], grads_and_sums[len(pushed) :]
+        """Make an update; return the new shard of the parameters."""
+        grads, server_sums = grads_and_sums[: len(pushed)], grads_and_sums[len(pushed) :]
         args = self._arguments(token, number, pushed, delay, pulled, grads)
-        found = self.programs.apply(list(sums_of), *args)
-        self.part, self.states, self.at = found.params, (found.opt_state, found.rule_state), number
-        return jax.device_get(found.params)
+        result = self.programs.apply(list(server_sums), args)
+        self.shard, self.states, self.version = result.params, (result.opt_state, result.rule_state), number
+        return jax.device_get(result.params)
 
     def _arguments(
         self, token: str, number: int, pushed: list[Any], delay: int, pulled: PyTree, grads: Sequence[PyTree]
     ) -> tuple[Any, ...]:
         check_token(self.token, token)
-        if number != self.at + 1:
-            raise AssertionError(f"update {number} comes to a server that has made {self.at}")
+        if number != self.version + 1:
+            raise AssertionError(f"update {number} comes to a server that has made {self.version}")
         updates = [Update(g, loss, metrics, rows) for g, (loss, metrics, rows) in zip(grads, pushed, strict=True)]
-        return self.part, *self.states, updates, pulled, delay
+        return run_arguments((self.shard, *self.states), updates, pulled, delay)
 
-    def reached(self, token: str) -> int:
-        """Return how many updates were made."""
+    def current_version(self, token: str) -> int:
+        """Return the number of updates that were made."""
         check_token(self.token, token)
-        return self.at
+        return self.version
 
     def snapshot(self, token: str) -> tuple[int, tuple[int, PyTree, PyTree, PyTree]]:
-        """Return how many updates were made, and all that the server has."""
+        """Return the number of updates that were made, and all that `adopt` needs."""
         check_token(self.token, token)
-        return self.at, (self.at, *jax.device_get((self.part, *self.states)))
+        return self.version, (self.version, *jax.device_get((self.shard, *self.states)))
 
 
 def _copy(leaf: np.ndarray) -> jax.Array:
@@ -154,15 +176,15 @@ def _copy(leaf: np.ndarray) -> jax.Array:
 
 
 class RayServers:
-    """The servers as the coordinator sees them. Every call takes their lock.
+    """The coordinator's handle of several servers: the `Mathematics` of their updates. Every call takes its lock.
 
     Args:
-      begin_process: sets up jax in a new process.
-      settings: its argument.
-      token: of the run.
-      programs: `programs() -> PartPrograms`, pickled.
-      servers: how many.
-      has_sums: `has_sums(part)`, of these programs.
+      begin_process: sets up JAX in a new process.
+      settings: the settings that `begin_process` takes.
+      token: the token of the run.
+      programs: `programs() -> ShardPrograms`, pickled.
+      servers: the number of servers.
+      has_sums: `has_sums(shard)` of these programs.
     """
 
     def __init__(
@@ -177,196 +199,203 @@ class RayServers:
         self.begin_process, self.settings, self.token, self.programs = begin_process, settings, token, programs
         self.servers, self.has_sums, self.sums_needed = servers, has_sums, False
         self.lock = threading.RLock()
-        self.journal: list[Entry] = []
-        self.versions: weakref.WeakValueDictionary[int, Version] = weakref.WeakValueDictionary()
+        self.journal: list[JournalEntry] = []
+        self.versions: weakref.WeakValueDictionary[int, StoredParams] = weakref.WeakValueDictionary()
         self.killed: list[int] = []
-        self.kept: list[tuple[int, str, ObjectRef]] = []  # (updates made, what reads it, where it is)
-        self.keeping: list[tuple[ObjectRef, ObjectRef]] = []
-        self.number, self.nbytes = 0, 0
-        self.parts: list[Any] = [self._start() for _ in range(servers)]
+        # For each server its version, the name of the `ShardProcess` method that reads the snapshot, and the snapshot.
+        self.snapshots: list[tuple[int, str, ObjectRef]] = []
+        self.pending_snapshots: list[tuple[ObjectRef, ObjectRef]] = []
+        self.version, self.nbytes = 0, 0
+        self.processes: list[Any] = [self._start() for _ in range(servers)]
 
-    def mathematics(self) -> Mathematics:
-        """Return what `make_server` needs to know of them."""
-        return Mathematics(self.begin, self.adopt, self.like, self.whole, self.check, self.apply, self.copy)
-
-    def begin(self, params: PyTree) -> tuple[RemoteParams, PyTree, PyTree]:
-        """Give each server its part."""
+    def begin(self, params: PyTree) -> ServerArrays:
+        """Send each server its shard."""
         import ray
 
-        params = jax.device_get(jax.tree.map(own, params))
-        trees = shard(trained(params), self.servers)
-        shape = jax.eval_shape(lambda part: part, trees[0])
-        return self._begin(0, "begin", [ray.put(tree) for tree in trees], shape, params, shapes_of(trained(params)))
+        params = jax.device_get(jax.tree.map(copy_without_weak_type, params))
+        shards = shard(trained(params), self.servers)
+        abstract_shard = jax.eval_shape(lambda shard: shard, shards[0])
+        refs = [ray.put(tree) for tree in shards]
+        return self._begin(0, "begin", refs, abstract_shard, params, shapes_of(trained(params)))
 
-    def adopt(self, params: Parts, opt_state: PyTree, rule_state: PyTree) -> tuple[RemoteParams, PyTree, PyTree]:
-        """Give each server its part of a checkpoint, which counts as update 0 from here on."""
+    def adopt(self, arrays: ServerArrays) -> ServerArrays:
+        """Send each server its shard of a checkpoint, which counts as update 0 from then on."""
         import ray
 
-        params, opt_state, rule_state = jax.device_get((params, opt_state, rule_state))
-        kept = [ray.put((0, *one)) for one in zip(params.trees, opt_state, rule_state, strict=True)]
-        shape = jax.eval_shape(lambda part: part, params.trees[0])
-        return self._begin(0, "adopt", kept, shape, params.rest, params.shapes)
+        params, opt_state, rule_state = jax.device_get(arrays)
+        server_states = zip(params.trees, opt_state, rule_state, strict=True)
+        refs = [ray.put((0, *server_state)) for server_state in server_states]
+        abstract_shard = jax.eval_shape(lambda shard: shard, params.trees[0])
+        return self._begin(0, "adopt", refs, abstract_shard, params.rest, params.shapes)
 
     def _begin(
-        self, number: int, how: str, given: "list[ObjectRef]", part: PyTree, rest: PyTree, shapes: Any
-    ) -> tuple[RemoteParams, PyTree, PyTree]:
+        self,
+        version: int,
+        method: str,
+        snapshot_refs: "list[ObjectRef]",
+        abstract_shard: PyTree,
+        params: PyTree,
+        shapes: Any,
+    ) -> ServerArrays:
         with self.lock:
-            self.number, self.journal, self.keeping = number, [], []
-            self.kept = [(number, how, ref) for ref in given]
-            self.sums_needed = self.has_sums(part)
-            self.nbytes = self.servers * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(part))
-            refs = [getattr(one, how).remote(self.token, ref) for one, ref in zip(self.parts, given, strict=True)]
-            version = self.versions[number] = Version(number, refs)
-        return RemoteParams(version, untrained(rest), part, shapes), (), ()
+            self.version, self.journal, self.pending_snapshots = version, [], []
+            self.snapshots = [(version, method, ref) for ref in snapshot_refs]
+            self.sums_needed = self.has_sums(abstract_shard)
+            self.nbytes = self.servers * sum(
+                leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_shard)
+            )
+            pairs = zip(self.processes, snapshot_refs, strict=True)
+            refs = [getattr(process, method).remote(self.token, ref) for process, ref in pairs]
+            stored = self.versions[version] = StoredParams(version, refs)
+        return RemoteParams(stored, untrained(params), abstract_shard, shapes), (), ()
 
-    def like(self, params: RemoteParams) -> PyTree:
-        """Return shapes and dtypes."""
-        return like(Parts((params.part,), params.rest, params.shapes))
+    def pushed_params(self, update: Update, params: RemoteParams) -> PyTree:
+        """Return shapes and dtypes of the parameters: an update changes all."""
+        return abstract_params(ServerShards((params.abstract_shard,), params.untrained, params.shapes))
 
-    def whole(self, params: RemoteParams) -> PyTree:
-        """Return the parameters, from all servers."""
-        return merged(unshard(self.fetch(params.version), params.shapes), params.rest)
+    def full_params(self, params: RemoteParams) -> PyTree:
+        """Return the unsharded parameters, from all servers."""
+        return combine_leaves(unshard(self.fetch(params.stored), params.shapes), params.untrained)
 
     def check(self, update: Update | None, params: RemoteParams, worker: int) -> Update:
-        """Refuse what is not held by every server."""
-        if not isinstance(update, Update) or not isinstance(update.grads, Held) or update.is_finite is None:
-            what = f"worker {worker} must push an Update that the servers hold, got {type(update).__name__}."
-            raise TypeError(format_error("parameter_server", what))
+        """Refuse an update whose gradient is not stored with every server."""
+        if not isinstance(update, Update) or not isinstance(update.grads, StoredGradient) or update.is_finite is None:
+            problem = f"worker {worker} must push an Update that the servers hold, got {type(update).__name__}."
+            raise TypeError(format_error("parameter_server", problem))
         return update
 
     def apply(
-        self,
-        params: RemoteParams,
-        opt_state: PyTree,
-        rule_state: PyTree,
-        updates: Sequence[Update],
-        pulled: RemoteParams | None,
-        delay: int,
-    ) -> Applied:
-        """Let all servers make an update, in order; nobody waits for it."""
+        self, arrays: ServerArrays, updates: Sequence[Update], pulled: RemoteParams | None, delay: int
+    ) -> UpdateResult:
+        """Start an update on all servers, in order, without waiting for its end."""
         with self.lock:
-            pushed = jax.device_get([(one.loss, dict(one.metrics), one.rows) for one in updates])
-            old = None if pulled is None else pulled.version
-            self.number += 1
-            entry = Entry(self.number, pushed, [one.grads for one in updates], old, delay, [])
+            pushed = jax.device_get([(update.loss, dict(update.metrics), update.rows) for update in updates])
+            pulled_params = None if pulled is None else pulled.stored
+            self.version += 1
+            grads = [update.grads for update in updates]
+            entry = JournalEntry(self.version, pushed, grads, pulled_params, delay, [])
             self.journal.append(entry)
-            everywhere = range(self.servers)
+            all_servers = range(self.servers)
             if self.sums_needed:
-                entry.sums.extend(self._sums(entry, i) for i in everywhere)
-            version = Version(self.number, [self._apply(entry, i) for i in everywhere])
-            self.versions[self.number] = version
-            if self.number % KEEP_EVERY == 0:
-                self._keep()
-        return Applied(params._replace(version=version), (), (), metrics_of(updates))
+                entry.sums.extend(self._sums(entry, i) for i in all_servers)
+            stored = StoredParams(self.version, [self._apply(entry, i) for i in all_servers])
+            self.versions[self.version] = stored
+            if self.version % SNAPSHOT_EVERY == 0:
+                self._renew_snapshots()
+        return UpdateResult(arrays[0]._replace(stored=stored), (), (), metrics_of(updates))
 
-    def copy(self, params: RemoteParams, opt_state: PyTree, rule_state: PyTree) -> tuple[Parts, PyTree, PyTree]:
-        """Return all that the servers have, after the last update."""
+    def copy(self, arrays: ServerArrays) -> ServerArrays:
+        """Return the parameters and states of all servers, after the last update."""
         import ray
         from ray.exceptions import RayError
 
-        def snapshots() -> list[Any]:
-            found = ray.get([one.snapshot.remote(self.token) for one in self.parts])
-            if any(number != self.number for number, _ in found):
+        def read_snapshots() -> list[Any]:
+            snapshots = ray.get([process.snapshot.remote(self.token) for process in self.processes])
+            if any(version != self.version for version, _ in snapshots):
                 raise RayError("a server has not made all updates")
-            return found
+            return snapshots
 
         with self.lock:
-            found = self._asked(snapshots)
-        parts, opt_states, rule_states = zip(*(kept[1:] for _, kept in found), strict=True)
-        return Parts(tuple(parts), params.rest, params.shapes), opt_states, rule_states
+            snapshots = self._with_restarts(read_snapshots)
+        shards, opt_states, rule_states = zip(*(snapshot[1:] for _, snapshot in snapshots), strict=True)
+        params: RemoteParams = arrays[0]
+        return ServerShards(tuple(shards), params.untrained, params.shapes), opt_states, rule_states
 
-    def hold(self, grads: "Sequence[ObjectRef]") -> Held:
-        """Take a gradient over from its worker, which may die now; wait until every server has its range."""
+    def hold(self, grads: "Sequence[ObjectRef]") -> StoredGradient:
+        """Take a gradient over from its worker, which may die then; wait until every server has stored its range."""
         import ray
 
-        def held() -> Held:
-            pairs = zip(self.parts, grads, strict=True)
-            there = [one.hold.options(num_returns=2).remote(self.token, part) for one, part in pairs]
-            ray.get([done for done, _ in there])  # the gradients themselves stay where they are
-            return Held([ref for _, ref in there], self.nbytes)
+        def store() -> StoredGradient:
+            pairs = zip(self.processes, grads, strict=True)
+            answers = [process.hold.options(num_returns=2).remote(self.token, grad) for process, grad in pairs]
+            ray.get([is_stored for is_stored, _ in answers])  # the gradients themselves stay in the object store
+            return StoredGradient([ref for _, ref in answers], self.nbytes)
 
-        return self._asked(held)
+        return self._with_restarts(store)
 
-    def fetch(self, version: Version) -> list[PyTree]:
-        """Return the parts of a version."""
+    def fetch(self, stored: StoredParams) -> list[PyTree]:
+        """Return the shards of a version of the parameters."""
         import ray
 
-        return self._asked(lambda: ray.get(version.refs))
+        return self._with_restarts(lambda: ray.get(stored.refs))
 
-    def _asked(self, ask: Callable[[], Value]) -> Value:
-        """Ask the servers; those that are gone are started again, but not for ever."""
+    def _with_restarts(self, call: Callable[[], Value]) -> Value:
+        """Return `call()`; while it fails, restart the servers that have died and call it again, at most `TRIES` times."""
         from ray.exceptions import RayError
 
         for _ in range(TRIES):
             try:
-                return ask()
+                return call()
             except RayError:
-                self.revive()
-        return ask()
+                self.restart_lost_servers()
+        return call()
 
-    def revive(self) -> None:
-        """Start servers that are gone again from their snapshots, and let all do what they have not done."""
+    def restart_lost_servers(self) -> None:
+        """Restart the servers that have died from their snapshots, and repeat the updates that a server has not made."""
         import ray
         from ray.exceptions import RayActorError
 
         with self.lock:
-            at = []
+            versions = []
             for i in range(self.servers):
                 try:
-                    at.append(ray.get(self.parts[i].reached.remote(self.token)))
+                    versions.append(ray.get(self.processes[i].current_version.remote(self.token)))
                 except RayActorError:
-                    number, how, ref = self.kept[i]
+                    version, method, snapshot = self.snapshots[i]
                     self.killed.append(i)
-                    self.parts[i] = self._start()
-                    again = getattr(self.parts[i], how).remote(self.token, ref)
-                    if number in self.versions:
-                        self.versions[number].refs[i] = again
-                    at.append(number)
-            self.keeping = []
+                    self.processes[i] = self._start()
+                    shard_ref = getattr(self.processes[i], method).remote(self.token, snapshot)
+                    if version in self.versions:
+                        self.versions[version].refs[i] = shard_ref
+                    versions.append(version)
+            self.pending_snapshots = []
             for entry in self.journal:
-                behind = [i for i in range(self.servers) if at[i] < entry.number]
+                behind = [i for i in range(self.servers) if versions[i] < entry.number]
                 for i in behind:
                     if self.sums_needed and _failed(entry.sums[i]):
                         entry.sums[i] = self._sums(entry, i)
                 for i in behind:
-                    again = self._apply(entry, i)
+                    shard_ref = self._apply(entry, i)
                     if entry.number in self.versions:
-                        self.versions[entry.number].refs[i] = again
+                        self.versions[entry.number].refs[i] = shard_ref
 
     def _start(self) -> Any:
         import ray
 
-        process = ray.remote(PartProcess).options(num_cpus=1)
+        process = ray.remote(ShardProcess).options(num_cpus=1)
         return process.remote(self.begin_process, self.settings, self.token, self.programs)
 
-    def _sums(self, entry: Entry, i: int) -> "ObjectRef":
-        return self.parts[i].sums.remote(*self._arguments(entry, i))
+    def _sums(self, entry: JournalEntry, i: int) -> "ObjectRef":
+        return self.processes[i].sums.remote(*self._arguments(entry, i))
 
-    def _apply(self, entry: Entry, i: int) -> "ObjectRef":
-        return self.parts[i].apply.remote(*self._arguments(entry, i), *entry.sums)
+    def _apply(self, entry: JournalEntry, i: int) -> "ObjectRef":
+        return self.processes[i].apply.remote(*self._arguments(entry, i), *entry.sums)
 
-    def _arguments(self, entry: Entry, i: int) -> list[Any]:
+    def _arguments(self, entry: JournalEntry, i: int) -> list[Any]:
         pulled = None if entry.pulled is None else entry.pulled.refs[i]
-        grads = [one.refs[i] for one in entry.grads]
+        grads = [gradient.refs[i] for gradient in entry.grads]
         return [self.token, entry.number, entry.pushed, entry.delay, pulled, *grads]
 
-    def _keep(self) -> None:
-        """Begin new snapshots; the last ones count once they are there, and what came before them is forgotten."""
+    def _renew_snapshots(self) -> None:
+        """Use the pending snapshots, forget the updates before them, and begin new snapshots."""
         import ray
         from ray.exceptions import RayError
 
-        if self.keeping:
+        if self.pending_snapshots:
             try:
-                numbers = ray.get([number for number, _ in self.keeping])
-                pairs = zip(numbers, self.keeping, strict=True)
-                self.kept = [(number, "adopt", kept) for number, (_, kept) in pairs]
-                self.journal = [entry for entry in self.journal if entry.number > min(numbers)]
+                versions = ray.get([version for version, _ in self.pending_snapshots])
+                pairs = zip(versions, self.pending_snapshots, strict=True)
+                self.snapshots = [(version, "adopt", snapshot) for version, (_, snapshot) in pairs]
+                self.journal = [entry for entry in self.journal if entry.number > min(versions)]
             except RayError:
-                self.revive()
-        self.keeping = [one.snapshot.options(num_returns=2).remote(self.token) for one in self.parts]
+                self.restart_lost_servers()
+        self.pending_snapshots = [
+            process.snapshot.options(num_returns=2).remote(self.token) for process in self.processes
+        ]
 
 
 def _failed(ref: "ObjectRef") -> bool:
+    """Wait for an object, and return whether its computation has failed."""
     import ray
     from ray.exceptions import RayError
 

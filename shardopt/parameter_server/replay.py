@@ -1,4 +1,4 @@
-"""Do a run again from its log, on one thread, bit for bit."""
+"""Repeat a run from its log, on one thread, bit for bit."""
 
 import json
 
@@ -18,7 +18,7 @@ from shardopt.parameter_server.updates import digest
 from shardopt.parameter_server.worker import check_codec, sgd_spec
 from shardopt.reducers import Reducer
 
-WHO = "replay"
+CALLER = "replay"
 
 
 def replay(
@@ -31,30 +31,28 @@ def replay(
     rule: Rule | None = None,
     reducer: Reducer | None = None,
 ) -> PyTree:
-    """Return the parameters that a run ended with, by doing again what its log says, one event after the other.
+    """Return the final parameters of a run, by repeating the events of its log in order.
 
-    Each pull takes a batch, each push computes its gradient from the parameters of that pull, each event goes to the
-    same pure server. The server must say of every event what the log says, and the checksums of the parameters before
-    and after must be those of the run.
-
-    **Equivalence**: bit for bit, on devices of the kind that the run had, where the loss is deterministic.
+    Each pull takes a batch, each push computes its gradient from the parameters of its pull, and each event goes to the
+    same pure server. The replay checks that the server makes the same events as the log, and that the checksums of the
+    parameters before and after the run are the same.
 
     Args:
-      log: of `async_sgd(...).run` or `simulate`, or `Log.load(path)`.
+      log: the log of `async_sgd(...).run` or `simulate`, or `Log.load(path)`.
       tx: the optimizer of the run.
       loss_fn: the loss of the run.
-      params: the parameters that the run began with.
-      batches_of: the data of the run: `batches_of(worker)` gives the same batches again; called at each join.
-      rule: the rule of the run, if it is not one of `parameter_server.rules`, which the log knows itself.
-      reducer: the reducer of the run, of which the log knows only the name.
+      params: the initial parameters of the run.
+      batches_of: the data of the run: `batches_of(worker)` returns the same batches again; it is called at each join.
+      rule: the rule of the run. Rules of `parameter_server.rules` need not be passed: the log has their settings.
+      reducer: the reducer of the run; the log has only its name.
 
     Returns:
       The parameters.
 
     Raises:
-      TypeError: if `log` is not a `Log`, or another argument of the wrong kind.
-      ValueError: if the parameters, the rule or the reducer are not those of the run, the batches end too soon, the
-        server comes to another event than the log, or the result differs from that of the run.
+      TypeError: if `log` is not a `Log`, or another argument is of the wrong kind.
+      ValueError: if the run had other parameters, another rule or another reducer, the batches end too soon, an event of
+        the server differs from the log, or the result differs from the result of the run.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax, shardopt as so
@@ -66,15 +64,17 @@ def replay(
       >>> again = so.parameter_server.replay(result.log, tx, loss_fn, params, batches_of)
       >>> bool((again["w"] == result.params["w"]).all())
       True
+
+    **Equivalence**: bit for bit, if the loss is deterministic and the devices are of the same kind as in the run.
     """
     check_log(log)
     header = log.header
     if "local_steps" in header:
         fix = "call opt.replay(log, params, batches_of) of the AsyncOptimizer that so.async_local_sgd returns."
-        raise ValueError(format_error(WHO, "this is the log of a run of async_local_sgd.", fix=fix))
+        raise ValueError(format_error(CALLER, "this is the log of a run of async_local_sgd.", fix=fix))
     _check_reducer(header.get("reducer"), reducer)
     spec = sgd_spec(
-        WHO,
+        CALLER,
         tx,
         loss_fn,
         [make_mesh(data=size, devices=jax.local_devices()[:size]) for size in header["devices"]],
@@ -90,22 +90,22 @@ def replay(
 
 
 def check_log(log: Log) -> None:
-    """Refuse what is not the log of a run with parameters."""
+    """Refuse an argument that is not a `Log`, and the log of a simulation without parameters."""
     if not isinstance(log, Log):
-        what = f"log must be a parameter_server.Log, got {type(log).__name__}."
-        raise TypeError(format_error(WHO, what, fix="pass result.log, or parameter_server.Log.load(path)."))
+        problem = f"log must be a parameter_server.Log, got {type(log).__name__}."
+        raise TypeError(format_error(CALLER, problem, fix="pass result.log, or parameter_server.Log.load(path)."))
     if log.header.get("initial") is None:
         fix = "give simulate an optimizer, a loss, parameters and data."
-        raise ValueError(format_error(WHO, "this is the log of a simulation of time only.", fix=fix))
+        raise ValueError(format_error(CALLER, "this is the log of a simulation of time only.", fix=fix))
 
 
 def replay_events(log: Log, server: Server, compute: Compute, params: PyTree) -> PyTree:
-    """Return the parameters that a log's events lead to, on one thread; `replay` says what is checked."""
+    """Return the parameters after the events of a log, computed on one thread; for the checks see `replay`."""
     header = log.header
     state = server.init(compute.on_server(params))
     if digest(server.whole(state.params)) != header["initial"]:
         fix = "pass the same values in the same dtypes, or make them the same way."
-        raise ValueError(format_error(WHO, "the parameters are not those that the run began with.", fix=fix))
+        raise ValueError(format_error(CALLER, "the parameters are not those that the run began with.", fix=fix))
 
     positions = Positions()
     steps: dict[int, tuple[PyTree, PyTree]] = {}
@@ -125,41 +125,44 @@ def replay_events(log: Log, server: Server, compute: Compute, params: PyTree) ->
             update = compute.update(worker, *steps.pop(worker), recorded.clock)
             state, event = server.push(state, worker, update, recorded.pulled)
         if event != recorded.without_times():
-            what = f"event {number} of the log is {recorded.without_times()}, and the server comes to {event}."
+            problem = f"event {number} of the log is {recorded.without_times()}, and the server comes to {event}."
             fix = "the log is damaged, or its data or loss is not that of the run."
-            raise ValueError(format_error(WHO, what, fix=fix))
+            raise ValueError(format_error(CALLER, problem, fix=fix))
     if header["final"] is not None and digest(server.whole(state.params)) != header["final"]:
-        what = "the parameters at the end are not those of the run, although they were the same at the start."
+        problem = "the parameters at the end are not those of the run, although they were the same at the start."
         fix = "pass the data, loss and optimizer of the run; devices of another kind round differently."
-        raise ValueError(format_error(WHO, what, fix=fix))
+        raise ValueError(format_error(CALLER, problem, fix=fix))
     return server.whole(state.params)
 
 
 def _next(compute: Compute, worker: int, clock: int) -> PyTree:
     batch = compute.next_batch(worker)
     if batch is None:
-        what = f"batches_of({worker}) ended before step {clock} of worker {worker}."
-        raise ValueError(format_error(WHO, what, fix="pass the data of the run."))
+        problem = f"batches_of({worker}) ended before step {clock} of worker {worker}."
+        raise ValueError(format_error(CALLER, problem, fix="pass the data of the run."))
     return batch
 
 
-def _check_reducer(recorded: str | None, given: Reducer | None) -> None:
-    codec = check_codec(WHO, given)
+def _check_reducer(recorded: str | None, reducer: Reducer | None) -> None:
+    codec = check_codec(CALLER, reducer)
     name = None if codec is None else codec.name
     if name != recorded:
-        what = f"the run had {'no reducer' if recorded is None else f'the reducer {recorded}'}, got {name or 'none'}."
-        raise ValueError(format_error(WHO, what, fix="pass the reducer of the run."))
+        problem = (
+            f"the run had {'no reducer' if recorded is None else f'the reducer {recorded}'}, got {name or 'none'}."
+        )
+        raise ValueError(format_error(CALLER, problem, fix="pass the reducer of the run."))
 
 
-def _rule(recorded: Header, given: Rule | None) -> Rule:
+def _rule(recorded: Header, rule: Rule | None) -> Rule:
+    """Return the rule of the run: the argument, or without one a rule of this package from its recorded settings."""
     name, config = recorded["name"], _as_json(recorded["config"])
-    if given is None and (known := from_config(name, recorded["config"])) is not None:
-        return known
-    if given is None or (given.name, _as_json(given.config)) != (name, config):
-        got = "none" if given is None else f"{given.name} {dict(given.config)}"
-        what = f"the run had the rule {name} {recorded['config']}, got {got}."
-        raise ValueError(format_error(WHO, what, fix="pass the rule of the run."))
-    return given
+    if rule is None and (recorded_rule := from_config(name, recorded["config"])) is not None:
+        return recorded_rule
+    if rule is None or (rule.name, _as_json(rule.config)) != (name, config):
+        got = "none" if rule is None else f"{rule.name} {dict(rule.config)}"
+        problem = f"the run had the rule {name} {recorded['config']}, got {got}."
+        raise ValueError(format_error(CALLER, problem, fix="pass the rule of the run."))
+    return rule
 
 
 def _as_json(config: Header) -> Header:

@@ -1,4 +1,4 @@
-"""Rules for late gradients, one a paper: how the gradient before the optimizer, or its update, depends on the delay."""
+"""Rules for late gradients, each from a paper: they change the gradient, or the optimizer's update, by its delay."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ __all__ = [
 
 
 class GradientFn(Protocol):
-    """What becomes of a late gradient; see `Rule`."""
+    """The function that changes a late gradient; see `Rule`."""
 
     def __call__(
         self, grads: PyTree, state: PyTree, *, params: PyTree, pulled: PyTree, delay: jax.Array
@@ -33,19 +33,19 @@ class GradientFn(Protocol):
 
 
 class Rule(NamedTuple):
-    """How the server treats a gradient that is late. Pure functions, traced by jit; make your own from them.
+    """A treatment of late gradients by the server: pure functions, traced by jit. You can make your own.
 
-    With g the pushed gradient, w the server's parameters, w_pulled those it was computed from, and tau the versions
-    that have passed since (`delay`), the server does
+    Let g be the pushed gradient, w the server's parameters, w_pulled the parameters from which g was computed, and tau
+    the number of versions since then (`delay`). The server does
 
         g', state = gradient(g, state, params=w, pulled=w_pulled, delay=tau)
         w <- w + scale(tau) * tx.update(g')
 
     Attributes:
-      name: what the log calls it.
-      config: its numbers, as the log keeps them in JSON.
+      name: the name of the rule in the log.
+      config: the settings of the rule, which the log records as JSON.
       init: `init(params) -> state`.
-      gradient: what becomes of the gradient before `tx`, as above.
+      gradient: changes the gradient before `tx`, as above.
       scale: `scale(delay) -> factor` of the update that `tx` returns; None for 1.
       uses_pulled: whether `gradient` reads `pulled`. If not, the server keeps no old parameters.
     """
@@ -77,10 +77,8 @@ def plain() -> Rule:
 def staleness_learning_rate() -> Rule:
     """Divide the learning rate by how many versions late a gradient is: w <- w + tx.update(g) / max(1, tau).
 
-    The division is that of the optimizer's update, so it is one of the learning rate for every optimizer, also for
-    those that do not mind the size of a gradient (Adam).
-
-    **Equivalence**: the plain rule wherever tau <= 1, so with max_staleness=0 equal to ddp.
+    The rule divides the optimizer's update. So it divides the learning rate of every optimizer, also of Adam, which does
+    not depend on the size of a gradient.
 
     Returns:
       A `Rule`. It keeps no state.
@@ -89,6 +87,8 @@ def staleness_learning_rate() -> Rule:
       >>> float(staleness_learning_rate().scale(4))
       0.25
 
+    **Equivalence**: the plain rule wherever tau <= 1, so with max_staleness=0 equal to ddp.
+
     References:
       Zhang et al., "Staleness-Aware Async-SGD for Distributed Deep Learning", 2016: alpha = alpha_0 / tau.
     """
@@ -96,13 +96,9 @@ def staleness_learning_rate() -> Rule:
 
 
 def dc_asgd(strength: float = 0.04) -> Rule:
-    """Add to a late gradient what a cheap Hessian says it has missed: g' = g + lambda g*g*(w - w_pulled).
+    """Correct a late gradient to first order, with a cheap Hessian: g' = g + lambda g*g*(w - w_pulled).
 
-    The first-order expansion of the gradient at w around w_pulled, with the Hessian replaced by the diagonal of g g^T.
-
-    **Equivalence**: the plain rule where w = w_pulled, so with max_staleness=0 equal to ddp.
-
-    **Placement**: the server keeps the parameters that each working worker has pulled.
+    This is the Taylor expansion of the gradient at w around w_pulled, with the diagonal of g g^T in place of the Hessian.
 
     Args:
       strength: lambda.
@@ -119,6 +115,10 @@ def dc_asgd(strength: float = 0.04) -> Rule:
       >>> grads
       {'w': 3.0}
 
+    **Equivalence**: the plain rule where w = w_pulled, so with max_staleness=0 equal to ddp.
+
+    **Placement**: the server keeps the parameters that each worker has pulled, while its step is in flight.
+
     References:
       Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", 2017, equation 10.
     """
@@ -132,25 +132,21 @@ def dc_asgd(strength: float = 0.04) -> Rule:
 
 
 def dc_asgd_adaptive(strength: float = 2.0, decay: float = 0.95, eps: float = 1e-7) -> Rule:
-    """Compensate for delay with a strength that adapts to the size of the gradients, element by element.
+    """Correct late gradients like `dc_asgd`, with a strength that adapts to the size of each gradient element.
 
     m <- decay m + (1 - decay) g*g, then g' = g + strength / sqrt(m + eps) g*g*(w - w_pulled).
 
-    **Equivalence**: the plain rule where w = w_pulled, so with max_staleness=0 equal to ddp.
-
-    **Placement**: as `dc_asgd`, and m on the server, as large as the trained parameters, in fp32 at least.
-
     Args:
       strength: lambda_0.
-      decay: of the moving mean square, in [0, 1).
-      eps: keeps the root away from zero.
+      decay: the decay of the moving mean square, in [0, 1).
+      eps: a small number, added inside the root.
 
     Returns:
       A `Rule`.
 
     Raises:
       TypeError: if an argument is not a number.
-      ValueError: if one is out of range.
+      ValueError: if an argument is out of range.
 
     Example:
       >>> import jax.numpy as jnp
@@ -160,27 +156,31 @@ def dc_asgd_adaptive(strength: float = 2.0, decay: float = 0.95, eps: float = 1e
       >>> round(float(grads["w"][0]), 3)
       3.0
 
+    **Equivalence**: the plain rule where w = w_pulled, so with max_staleness=0 equal to ddp.
+
+    **Placement**: as `dc_asgd`, and m on the server, as large as the trained parameters, in fp32 at least.
+
     References:
       Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", 2017, section 5: DC-ASGD-a.
     """
-    who = "dc_asgd_adaptive"
-    check_number(who, "strength", strength)
-    check_number(who, "decay", decay, below=1.0)
-    check_number(who, "eps", eps, positive=True)
+    caller = "dc_asgd_adaptive"
+    check_number(caller, "strength", strength)
+    check_number(caller, "decay", decay, below=1.0)
+    check_number(caller, "eps", eps, positive=True)
 
     def init(params: PyTree) -> PyTree:
         return jax.tree.map(lambda w: jnp.zeros(w.shape, wide_dtype(w.dtype)), params)
 
     def gradient(grads, state, *, params, pulled, delay):
-        square = jax.tree.map(lambda m, g: decay * m + (1 - decay) * jnp.square(g.astype(m.dtype)), state, grads)
+        mean_square = jax.tree.map(lambda m, g: decay * m + (1 - decay) * jnp.square(g.astype(m.dtype)), state, grads)
 
         def correct(g, w, old, m):
             return g + (strength / jnp.sqrt(m + eps)).astype(g.dtype) * g * g * (w - old)
 
-        return jax.tree.map(correct, grads, params, pulled, square), square
+        return jax.tree.map(correct, grads, params, pulled, mean_square), mean_square
 
     config = {"strength": float(strength), "decay": float(decay), "eps": float(eps)}
-    return Rule(who, config, init=init, gradient=gradient, uses_pulled=True)
+    return Rule(caller, config, init=init, gradient=gradient, uses_pulled=True)
 
 
 class DelayedNesterovState(NamedTuple):
@@ -198,25 +198,25 @@ class DelayedNesterovState(NamedTuple):
 
 
 def delayed_nesterov(every: int, momentum: float = 0.9, activation: float = 0.0) -> Rule:
-    """Step along each gradient when it comes, and along the momentum only with every N-th push.
+    """Apply each gradient at once, and the momentum only with every N-th push.
 
-    buf <- buf + g. On the pushes between, g' = g/N + c beta m. On every N-th, m <- beta m + buf/N, then
-    g' = g/N + (1 - (N - 1) c) beta m, and buf = 0. Made for `optax.sgd(eps)`, which steps by -eps g': N pushes then
-    are one step of SGD with Nesterov momentum, and stale gradients do not enter the momentum one by one.
+    Each push does buf <- buf + g. On every N-th push m <- beta m + buf/N, then g' = g/N + (1 - (N - 1) c) beta m, and
+    buf = 0. On the other pushes g' = g/N + c beta m.
 
-    **Placement**: m and buf on the server, each as large as the trained parameters, in fp32 at least.
+    The rule is meant for `optax.sgd(eps)`, which steps by -eps g'. N pushes are then one step of SGD with Nesterov
+    momentum, and stale gradients do not enter the momentum one by one.
 
     Args:
-      every: N, as a rule the number of workers.
+      every: N, usually the number of workers.
       momentum: beta, in [0, 1).
-      activation: c, the part of the momentum that each of the pushes between takes, in [0, 1/N].
+      activation: c, the share of the momentum in each of the other pushes, in [0, 1/N].
 
     Returns:
       A `Rule`.
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if one is out of range.
+      ValueError: if an argument is out of range.
 
     Example:
       >>> import jax.numpy as jnp
@@ -228,50 +228,52 @@ def delayed_nesterov(every: int, momentum: float = 0.9, activation: float = 0.0)
       >>> steps
       [0.5, 2.5, 0.5]
 
+    **Placement**: m and buf on the server, each as large as the trained parameters, in fp32 at least.
+
     References:
       Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024: delayed Nesterov update.
     """
-    who = "delayed_nesterov"
-    check_count(who, "every", every, least=1)
-    check_number(who, "momentum", momentum, below=1.0)
-    check_number(who, "activation", activation)
+    caller = "delayed_nesterov"
+    check_count(caller, "every", every, minimum=1)
+    check_number(caller, "momentum", momentum, below=1.0)
+    check_number(caller, "activation", activation)
     if activation * every > 1:
-        raise ValueError(f"{who}: activation must be at most 1/every = {1 / every:g}, got {activation}.")
+        raise ValueError(f"{caller}: activation must be at most 1/every = {1 / every:g}, got {activation}.")
 
     def init(params: PyTree) -> DelayedNesterovState:
         zeros = lambda: jax.tree.map(lambda w: jnp.zeros(w.shape, wide_dtype(w.dtype)), params)  # noqa: E731
         return DelayedNesterovState(zeros(), zeros(), jnp.zeros((), jnp.int32))
 
     def gradient(grads, state, *, params, pulled, delay):
-        last = state.count == every - 1
+        is_nth = state.count == every - 1
         buffer = jax.tree.map(lambda b, g: b + g.astype(b.dtype), state.buffer, grads)
-        velocity = jax.tree.map(lambda m, b: jnp.where(last, momentum * m + b / every, m), state.momentum, buffer)
-        share = jnp.where(last, 1 - (every - 1) * activation, activation) * momentum
-        new = jax.tree.map(
+        velocity = jax.tree.map(lambda m, b: jnp.where(is_nth, momentum * m + b / every, m), state.momentum, buffer)
+        share = jnp.where(is_nth, 1 - (every - 1) * activation, activation) * momentum
+        new_grads = jax.tree.map(
             lambda g, m: (g.astype(m.dtype) / every + share.astype(m.dtype) * m).astype(g.dtype), grads, velocity
         )
-        buffer = jax.tree.map(lambda b: jnp.where(last, jnp.zeros_like(b), b), buffer)
-        return new, DelayedNesterovState(velocity, buffer, (state.count + 1) % every)
+        buffer = jax.tree.map(lambda b: jnp.where(is_nth, jnp.zeros_like(b), b), buffer)
+        return new_grads, DelayedNesterovState(velocity, buffer, (state.count + 1) % every)
 
     config = {"every": int(every), "momentum": float(momentum), "activation": float(activation)}
-    return Rule(who, config, init=init, gradient=gradient)
+    return Rule(caller, config, init=init, gradient=gradient)
 
 
 def dynamic_local_steps(speeds: Sequence[float], local_steps: int) -> list[int]:
-    """Give slower workers fewer local steps, so that all push at about the same time.
+    """Return fewer local steps for slower workers, so that all push at about the same time.
 
-    H_w = max(1, floor(v_w / max v * H)): the fastest does all H steps, one half as fast half of them.
+    H_w = max(1, floor(v_w / max v * H)): the fastest worker does H steps, a worker of half its speed H / 2.
 
     Args:
       speeds: steps per second of each worker.
-      local_steps: H, what the fastest does.
+      local_steps: H, the local steps of the fastest worker.
 
     Returns:
-      H_w of each worker.
+      H_w for each worker.
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if there is no speed, one is not above 0, or `local_steps` is below 1.
+      ValueError: if there is no speed, a speed is not above 0, or `local_steps` is below 1.
 
     Example:
       >>> dynamic_local_steps([4.0, 2.0, 1.0, 0.01], 50)
@@ -281,13 +283,13 @@ def dynamic_local_steps(speeds: Sequence[float], local_steps: int) -> list[int]:
       Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024: dynamic local updates. The
       minimum of one step is ours.
     """
-    who = "dynamic_local_steps"
-    check_count(who, "local_steps", local_steps, least=1)
+    caller = "dynamic_local_steps"
+    check_count(caller, "local_steps", local_steps, minimum=1)
     if not len(speeds):
-        raise ValueError(f"{who}: speeds must not be empty.")
+        raise ValueError(f"{caller}: speeds must not be empty.")
     for index, speed in enumerate(speeds):
-        check_number(who, f"speeds[{index}]", speed, positive=True)
-    # Integers first: 1/3 of 3 in floating point must not come out as 0.999...
+        check_number(caller, f"speeds[{index}]", speed, positive=True)
+    # Multiply before dividing: 1/3 * 3 must not become 0.999... in floating point.
     return [max(1, math.floor(speed * local_steps / max(speeds))) for speed in speeds]
 
 
@@ -301,5 +303,5 @@ _KNOWN = {
 
 
 def from_config(name: str, config: Mapping[str, Any]) -> Rule | None:
-    """Return the rule of this name and these numbers, as a log keeps them; None for one that is not ours."""
+    """Return the rule with this name and these settings, which a log records; None if this module has no such rule."""
     return _KNOWN[name](**config) if name in _KNOWN else None

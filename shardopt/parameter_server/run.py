@@ -1,6 +1,6 @@
-"""A run: its description, the server at work with its log, its result, and its snapshots.
+"""A run: its description, its server and log while it trains, its result, and its snapshots.
 
-Whatever drives a run (threads, Ray, a simulation) drives a `Run`; it is the one thing here that changes.
+Threads, Ray and the simulation all drive a `Run`. It is the only mutable object in this module.
 """
 
 import base64
@@ -25,22 +25,22 @@ from shardopt.parameter_server.updates import Update, check_params, digest
 from shardopt.parameter_server.views import Status, WorkerStats, summarize
 
 BatchesOf = Callable[[int], Iterable[PyTree]]
-"""`batches_of(worker)`, the batches of a worker."""
+"""`batches_of(worker)` returns the batches of a worker."""
 
 Availability = Mapping[int, Sequence[tuple[float, float]]]
-"""worker -> periods `(from, to)` in versions when it is there."""
+"""worker -> periods `(from, to)`, in versions, in which it works."""
 
 
 class Compute(NamedTuple):
-    """What workers do apart from talking to the server.
+    """The work of the workers, without their communication with the server.
 
     Attributes:
-      begin: `begin(worker, position)`, at each join: its batches go on after so many rounds.
-      next_batch: `next_batch(worker) -> batch`, or None where there are no more.
-      update: `update(worker, params, batch, clock) -> Update`, finished, on the device of the server.
-      on_server: `on_server(tree) -> tree`, moved to the device of the server: the first of the first worker.
-      ahead: `ahead(worker, batch)`: do what of a round needs nothing that is pulled for it, while that and the push before
-        it travel. None where all does.
+      begin: `begin(worker, position)`, at each join: the worker's batches continue after `position` rounds.
+      next_batch: `next_batch(worker) -> batch`, or None at the end of the data.
+      update: `update(worker, params, batch, clock) -> Update`, fully computed, on the device of the server.
+      on_server: `on_server(tree) -> tree`, moved to the device of the server: the first device of the first worker.
+      ahead: `ahead(worker, batch)`: do the steps of a round that do not need its pull, while this pull and the previous
+        push travel. None if every step needs the pull.
     """
 
     begin: Callable[[int, int], None]
@@ -62,30 +62,30 @@ class MakeCompute(Protocol):
     """Makes the workers of a run."""
 
     def __call__(self, batches_of: BatchesOf, key: np.ndarray, worker: int | None = None) -> Compute:
-        """Return all workers in this process, or one that has a process to itself."""
+        """Return all workers, in this process; or one worker, which has a process to itself."""
         ...
 
 
 class RunSpec(NamedTuple):
-    """What a run is made of, apart from its data: threads, Ray, replays and simulations start from it.
+    """The description of a run without its data: threads, Ray, replays and simulations start from it.
 
     Attributes:
-      who: the function that the user called, for messages.
-      num_workers: how many.
+      caller: the function that the user called, for messages.
+      num_workers: the number of workers.
       make_server: `make_server(donate=...) -> Server`.
       make_compute: `make_compute(batches_of, key, worker=None) -> Compute`.
-      header: what the log keeps of the workers, apart from the random key.
-      backend: "threads" or "ray". On Ray the functions above cross to other processes by pickling.
-      devices: on Ray, how many devices the process of each worker has.
-      address: of the Ray cluster; None for a local one.
-      max_restarts: on Ray, how often each worker that was killed is started again.
-      check_params: `check_params(who, params)` refuses parameters that cannot be trained so.
-      servers: over how many servers the parameters are sharded.
-      hosts: on Ray, how many processes each worker has, each with `devices`.
-      hang_timeout: on Ray, after how many seconds without progress a worker is killed; None for never.
+      header: the settings of the workers that the log records, without the random key.
+      backend: "threads" or "ray". On Ray the functions above are pickled and sent to other processes.
+      devices: on Ray, the number of devices of each worker's process.
+      address: the address of the Ray cluster; None for a local one.
+      max_restarts: on Ray, how often each worker that was killed is restarted.
+      check_params: `check_params(caller, params)` refuses parameters that this run cannot train.
+      servers: the number of servers that the parameters are sharded over.
+      hosts: on Ray, the number of processes of each worker, each with its `devices`.
+      hang_timeout: on Ray, a worker is killed after so many seconds without progress; None for never.
     """
 
-    who: str
+    caller: str
     num_workers: int
     make_server: MakeServer
     make_compute: MakeCompute
@@ -100,20 +100,20 @@ class RunSpec(NamedTuple):
     hang_timeout: float | None = None
 
     def settings(self, key: np.ndarray) -> Header:
-        """Return what the log of a run with this random key data keeps of its workers."""
+        """Return the settings of the workers that the log records, with this random key data."""
         return {"rng": key.tolist(), **self.header}
 
 
 class Job(NamedTuple):
-    """What a call of a run asks for.
+    """The arguments of one call of `RunFn`.
 
     Attributes:
-      params: the parameters to begin with.
+      params: the initial parameters.
       batches_of: the data.
       key: the data of the random key.
       num_updates: the version to stop at.
-      availability: when each worker is there.
-      log_path: a file that gets the log, or None.
+      availability: the periods in which each worker works.
+      log_path: the file to write the log to, or None.
     """
 
     params: PyTree
@@ -125,18 +125,22 @@ class Job(NamedTuple):
 
 
 class AsyncResult(NamedTuple):
-    """How an asynchronous run ended.
+    """The result of an asynchronous run.
 
     Attributes:
       params: the parameters on the server; None from a simulation of time only.
       log: the event log, for `parameter_server.replay` and `Log.save`.
-      metrics: what `parameter_server.summarize(log)` says of the run: rates, histograms of staleness (clocks) and
-        delay (versions), seconds that each worker waited; "stopped", which is "completed" (num_updates reached),
-        "exhausted" (no worker is left, or the data is at its end), "early" (by early stopping) or "until" (of a
-        simulation); "push_bytes", of the gradients that were pushed since the run last began, as they were encoded;
-        with a reducer that has error feedback, "unsent" {worker: what its memory holds} and "lost_memory" {worker:
-        [what it held each time that the worker left or was resumed]}, in norms of the gradient that it pushed last;
-        and "history", the loss and aux metrics of every update as arrays [updates].
+      metrics: a dict of the entries below.
+
+    The metrics are those of `parameter_server.summarize(log)`: rates, histograms of staleness (clocks) and delay (versions),
+    and the seconds that each worker waited. In addition:
+
+    - "stopped": "completed" (num_updates reached), "exhausted" (no worker is left, or the data is at its end), "early" (early
+      stopping) or "until" (the time limit of a simulation).
+    - "push_bytes": bytes of the encoded gradients that were pushed since the run last began.
+    - "history": the loss and aux metrics of every update, as arrays [updates].
+    - "unsent", with error feedback: {worker: norm of its error memory}, relative to the norm of its last pushed gradient.
+    - "lost_memory", with error feedback: {worker: [norm of the memory at each leave or resume]}, in the same units.
     """
 
     params: PyTree
@@ -145,16 +149,16 @@ class AsyncResult(NamedTuple):
 
 
 _IN_FLIGHT = 128
-"""More updates than are ever on their way through the device at once."""
+"""A number of updates that is larger than the number that a device has in flight at once."""
 
 
 class Run:
-    """A server, its state, and its log. Not thread-safe: whoever shares it holds a lock.
+    """A server, its state, and its log. Not thread-safe: callers that share it must hold a lock.
 
     Args:
-      server: a new one.
-      params: the parameters to begin with.
-      header: what the log keeps of the workers.
+      server: a new server.
+      params: the initial parameters.
+      header: the settings of the workers that the log records.
       now: `now() -> seconds` since the run began.
     """
 
@@ -171,27 +175,27 @@ class Run:
         self.log = Log({**settings, **header, "initial": initial, "final": None})
         self.positions, self.stats = Positions(), WorkerStats()
         self.push_bytes = 0
-        self.unsent: dict[int, jax.Array | float] = {}  # what the error feedback of each worker holds
+        self.unsent: dict[int, jax.Array | float] = {}  # worker -> relative norm of its error memory
         self.lost_memory: dict[int, list[float]] = {}
-        self._history: list[Mapping[str, np.ndarray]] = []  # numbers, once they are old enough to be known
-        self._recent: list[Mapping[str, jax.Array]] = []
+        self._history: list[Mapping[str, np.ndarray]] = []  # metrics of old updates, which are certainly computed
+        self._recent: list[Mapping[str, jax.Array]] = []  # metrics of later updates, which may be in flight
 
     @property
     def params(self) -> PyTree:
-        """The parameters as users know them, also where several servers share them."""
+        """The parameters as users know them, even if several servers share them."""
         return self.server.whole(self.state.params)
 
     def join(self, worker: int) -> Event:
-        """Let a worker in."""
+        """Let a worker join."""
         return self._record(*self.server.join(self.state, worker))
 
     def may_pull(self, worker: int) -> bool:
-        """Say whether a worker may start its next step now."""
+        """Return whether a worker may start its next step now."""
         return self.server.may_pull(self.state, worker)
 
-    def pull(self, worker: int, asked: float) -> Event:
-        """Begin a step that the worker asked for at this time; the parameters are `state.params`."""
-        return self._record(*self.server.pull(self.state, worker), asked)
+    def pull(self, worker: int, asked_at: float) -> Event:
+        """Begin a step that the worker asked for at the time `asked_at`; its parameters are `state.params`."""
+        return self._record(*self.server.pull(self.state, worker), asked_at)
 
     def push(self, worker: int, update: Update | None, pulled_version: int) -> Event:
         """Take the result of a step."""
@@ -202,34 +206,34 @@ class Run:
                 self.unsent[worker] = update.unsent
         return event
 
-    def leave(self, worker: int, asked: float | None = None) -> Event:
-        """Let a worker go; `asked` is since when it has been waiting for a step, if it has."""
+    def leave(self, worker: int, asked_at: float | None = None) -> Event:
+        """Let a worker leave; `asked_at` is the time since which it has waited for a step, None if it has not."""
         self._drop_memory(worker)
-        return self._record(*self.server.leave(self.state, worker), asked)
+        return self._record(*self.server.leave(self.state, worker), asked_at)
 
     def resume(self, worker: int) -> Event:
-        """Let a worker go on after `restore_run`."""
+        """Let a worker continue after `restore_run`."""
         self._drop_memory(worker)
         return self._record(*self.server.resume(self.state, worker))
 
     def status(self, num_updates: int) -> Status:
-        """Return who is doing what."""
+        """Return the current activity of every worker."""
         now = self.now()
         workers = self.stats.workers(now, lambda worker: not self.may_pull(worker))
         return Status(now, self.state.version, num_updates, workers)
 
     def history(self, since: int = 0) -> list[Mapping[str, jax.Array | np.ndarray]]:
-        """Return the metrics of each update from version `since` on; the latest may still be in flight."""
+        """Return the metrics of each update after version `since`; the latest may still be in flight."""
         return [*self._history[since:], *self._recent[max(0, since - len(self._history)) :]]
 
-    def finish(self, stopped: str, **more: object) -> AsyncResult:
-        """Return the result, once nobody works any more, with `more` metrics."""
+    def finish(self, stopped: str, **more_metrics: object) -> AsyncResult:
+        """Return the result of a run whose workers have all ended."""
         params = self.params
         if params is not None:
             params = jax.block_until_ready(params)
             self.log.header["final"] = digest(params)
         metrics = {**summarize(self.log), "stopped": stopped, "push_bytes": self.push_bytes}
-        metrics |= {"history": _as_arrays(self.history()), **more}
+        metrics |= {"history": _as_arrays(self.history()), **more_metrics}
         if self.server.reducer is not None:
             metrics["unsent"] = {worker: float(value) for worker, value in sorted(self.unsent.items())}
             metrics["lost_memory"] = dict(sorted(self.lost_memory.items()))
@@ -238,27 +242,27 @@ class Run:
     def restore(
         self, state: ServerState, log: Log, history: Sequence[Mapping[str, np.ndarray]], unsent: Mapping[int, float]
     ) -> None:
-        """Go on from where an earlier run was; its times are counted on from."""
+        """Continue an earlier run; times continue from the last time in its log."""
         self.unsent, self.lost_memory = dict(unsent), {}
-        began, clock = log[len(log) - 1].time if len(log) else 0.0, self.now
-        start = clock()
-        self.now = lambda: began + clock() - start
+        last_time, now = log[len(log) - 1].time if len(log) else 0.0, self.now
+        start = now()
+        self.now = lambda: last_time + now() - start
         self.state, self.log, self.positions, self.stats = state, log, Positions(log), WorkerStats(log)
         self._history, self._recent = list(history), []
 
     def _drop_memory(self, worker: int) -> None:
-        """Whoever joins or goes on begins without error feedback."""
+        """Record the error memory of a worker as lost: the worker joins or resumes with an empty one."""
         if worker in self.unsent:
             self.lost_memory.setdefault(worker, []).append(float(self.unsent.pop(worker)))
 
-    def _record(self, state: ServerState, event: Event, asked: float | None = None) -> Event:
+    def _record(self, state: ServerState, event: Event, asked_at: float | None = None) -> Event:
         if state.version > self.state.version and state.metrics:
             self._recent.append(state.metrics)
-            if len(self._recent) == 2 * _IN_FLIGHT:  # waits for nothing that is still in flight
+            if len(self._recent) == 2 * _IN_FLIGHT:  # so that `device_get` does not wait for updates in flight
                 self._history += jax.device_get(self._recent[:_IN_FLIGHT])
                 del self._recent[:_IN_FLIGHT]
         now = self.now()
-        event = event._replace(time=now, waited=0.0 if asked is None else now - asked)
+        event = event._replace(time=now, waited=0.0 if asked_at is None else now - asked_at)
         self.state = state
         self.log.append(event)
         self.positions.record(event)
@@ -271,8 +275,8 @@ def _as_arrays(history: Sequence[Mapping[str, jax.Array | np.ndarray]]) -> dict[
     return {name: np.asarray([row[name] for row in rows]) for name in (rows[0] if rows else ())}
 
 
-class Checkpoints(Protocol):
-    """What a run asks of `shardopt.Checkpoints`, which stands on a floor above."""
+class CheckpointStore(Protocol):
+    """The interface of `shardopt.Checkpoints` that a run uses; this package must not import `shardopt.checkpoint`."""
 
     directory: Path
     every: int
@@ -283,7 +287,7 @@ class Checkpoints(Protocol):
         ...
 
     def restore(self, target: PyTree, *, step: int | None = None) -> tuple[PyTree, dict[str, Any]]:
-        """Return a state and what was saved beside it."""
+        """Return a state and the `extra` that was saved with it."""
         ...
 
     def latest(self) -> int | None:
@@ -291,34 +295,34 @@ class Checkpoints(Protocol):
         ...
 
     def wait(self) -> None:
-        """Wait until what was saved is committed."""
+        """Wait until all saves are committed."""
         ...
 
 
-class Snapshot(NamedTuple):
-    """A run right after an update: what `restore_run` goes on from.
+class RunSnapshot(NamedTuple):
+    """A copy of a run right after an update, from which `restore_run` continues.
 
     Attributes:
-      state: `step` is the version, `opt_state` has the states of the optimizer and of the rule.
-      about: clocks, log and history, as JSON.
+      state: the server's arrays: `step` is the version, `opt_state` has the states of the optimizer and of the rule.
+      record: clocks, log and history, as JSON.
     """
 
     state: TrainState
-    about: dict[str, Any]
+    record: dict[str, Any]
 
 
-def snapshot(run: Run) -> Snapshot:
+def take_snapshot(run: Run) -> RunSnapshot:
     """Copy a run right after an update, when no push waits for others.
 
-    The optimizer's state is copied, because the next update takes over its memory; parameters are not.
+    The optimizer's state is copied, because the next update takes over its memory. The parameters are not copied.
     """
     state, clock = run.state, run.state.clock
     if state.waiting:
         raise AssertionError("a snapshot is taken right after an update, when no push waits")
     params, optimizer, rule = run.server.copy(state)
-    copied = {"optimizer": optimizer, "rule": rule}
-    train_state = TrainState(np.int32(state.version), params, copied, np.zeros(2, np.uint32))
-    about = {
+    states = {"optimizer": optimizer, "rule": rule}
+    train_state = TrainState(np.int32(state.version), params, states, np.zeros(2, np.uint32))
+    record = {
         "header": run.log.header,
         "steps": sorted(clock.steps.items()),
         "fastest": clock.fastest,
@@ -326,64 +330,64 @@ def snapshot(run: Run) -> Snapshot:
         "unsent": sorted((worker, float(value)) for worker, value in run.unsent.items()),
         "arrays": _pack(run),
     }
-    return Snapshot(train_state, about)
+    return RunSnapshot(train_state, record)
 
 
-def restore_run(who: str, run: Run, found: Snapshot) -> None:
-    """Let a run, which is new, go on from a snapshot."""
-    state, about = found
-    saved, mine = about["header"], run.log.header
-    _check_settings(who, saved, mine)
+def restore_run(caller: str, run: Run, snapshot: RunSnapshot) -> None:
+    """Continue from a snapshot with a new run."""
+    state, record = snapshot
+    saved, current = record["header"], run.log.header
+    _check_settings(caller, saved, current)
     if "devices" in saved:
-        saved = {**saved, "devices": max(saved["devices"], mine["devices"], key=len)}
+        saved = {**saved, "devices": max(saved["devices"], current["devices"], key=len)}
     steps: PersistentMap[int] = PersistentMap()
-    for worker, at in about["steps"]:
-        steps = steps.put(worker, at)
+    for worker, finished_steps in record["steps"]:
+        steps = steps.put(worker, finished_steps)
     clock = make_clock(run.server.max_staleness)._replace(
-        slowest=about["slowest"], fastest=about["fastest"], counts=dict(Counter(steps.values())), steps=steps
+        slowest=record["slowest"], fastest=record["fastest"], counts=dict(Counter(steps.values())), steps=steps
     )
-    log, history = _unpack(about["arrays"], saved)
+    log, history = _unpack(record["arrays"], saved)
     optimizer, rule = state.opt_state["optimizer"], state.opt_state["rule"]
     restored = run.server.adopt(ServerState(state.params, optimizer, rule, int(state.step), clock))
-    run.restore(restored, log, history, dict(about.get("unsent", ())))
+    run.restore(restored, log, history, dict(record.get("unsent", ())))
 
 
-def load_snapshot(who: str, checkpoints: Checkpoints, server: Server, params: PyTree, step: int) -> Snapshot:
-    """Read a snapshot, onto the device of the parameters."""
+def load_snapshot(caller: str, checkpoints: CheckpointStore, server: Server, params: PyTree, step: int) -> RunSnapshot:
+    """Read a snapshot from a checkpoint, onto the device of the parameters."""
 
-    def first(params: PyTree) -> TrainState:
-        begun = server.init(params)
-        states = {"optimizer": begun.opt_state, "rule": begun.rule_state}
-        return TrainState(jnp.int32(0), begun.params, states, jnp.zeros(2, jnp.uint32))
+    def initial_state(params: PyTree) -> TrainState:
+        server_state = server.init(params)
+        states = {"optimizer": server_state.opt_state, "rule": server_state.rule_state}
+        return TrainState(jnp.int32(0), server_state.params, states, jnp.zeros(2, jnp.uint32))
 
-    state = jax.eval_shape(first, params)
+    abstract_state = jax.eval_shape(initial_state, params)
     (device,) = jax.tree.leaves(params)[0].devices()
-    here = jax.sharding.SingleDeviceSharding(device)
-    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), state)
-    found, extra = checkpoints.restore(target, step=step)
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract_state)
+    state, extra = checkpoints.restore(target, step=step)
     if "server" not in extra:
-        what = f"the checkpoints in {checkpoints.directory} are not of an asynchronous run."
-        raise CheckpointError(format_error(who, what, fix="choose another folder."))
-    return Snapshot(found, extra["server"])
+        problem = f"the checkpoints in {checkpoints.directory} are not of an asynchronous run."
+        raise CheckpointError(format_error(caller, problem, fix="choose another folder."))
+    return RunSnapshot(state, extra["server"])
 
 
-def _check_settings(who: str, saved: Header, mine: Header) -> None:
-    names = [name for name in {**saved, **mine} if name not in ("initial", "final", "devices")]
-    others = [
-        f"{name}: {saved.get(name)} in the checkpoint, {mine.get(name)} now"
+def _check_settings(caller: str, saved: Header, current: Header) -> None:
+    names = [name for name in {**saved, **current} if name not in ("initial", "final", "devices")]
+    differences = [
+        f"{name}: {saved.get(name)} in the checkpoint, {current.get(name)} now"
         for name in names
-        if saved.get(name) != mine.get(name)
+        if saved.get(name) != current.get(name)
     ]
-    devices = zip(saved.get("devices") or [], mine.get("devices") or [], strict=False)
-    others += [f"devices of worker {i}: {a} then, {b} now" for i, (a, b) in enumerate(devices) if a != b]
-    if others:
-        what = "the checkpoint is of a run with other settings."
-        raise ValueError(format_error(who, what, others, "use the same settings, or another folder."))
+    devices = zip(saved.get("devices") or [], current.get("devices") or [], strict=False)
+    differences += [f"devices of worker {i}: {a} then, {b} now" for i, (a, b) in enumerate(devices) if a != b]
+    if differences:
+        problem = "the checkpoint is of a run with other settings."
+        raise ValueError(format_error(caller, problem, differences, "use the same settings, or another folder."))
 
 
 def _pack(run: Run) -> str:
-    """Return log and history as text: 15 to 20 bytes an event."""
-    columns: dict[str, Any] = {  # a file of numpy knows no bfloat16
+    """Return the log and the history as text: 15 to 20 bytes per event."""
+    columns: dict[str, Any] = {  # numpy's file format has no bfloat16
         f"history/{name}": column.astype(np.float32) if column.dtype.kind == "V" else column
         for name, column in _as_arrays(run.history()).items()
     }

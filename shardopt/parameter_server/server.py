@@ -1,7 +1,8 @@
 """The parameter server as a pure state machine: join, pull, push, leave."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -12,12 +13,12 @@ from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree
 from shardopt.engine.config import check_optimizer
 from shardopt.parameter_server import clock as clocks
-from shardopt.parameter_server.apply import Mathematics, PartPrograms, copied, on_one_server
+from shardopt.parameter_server.apply import Mathematics, UnshardedMathematics, copy_states
 from shardopt.parameter_server.clock import Clock, PersistentMap
-from shardopt.parameter_server.fragments import Fragments, on_fragments
+from shardopt.parameter_server.fragments import FragmentMathematics, FragmentPlan
 from shardopt.parameter_server.log import Event
 from shardopt.parameter_server.rules import Rule, plain
-from shardopt.parameter_server.sharded import Devices, on_servers
+from shardopt.parameter_server.sharded import Devices, ShardedMathematics, ShardPrograms
 from shardopt.parameter_server.updates import (
     NO_WEIGHT,
     NonFiniteUpdateError,
@@ -28,11 +29,11 @@ from shardopt.parameter_server.updates import (
 )
 from shardopt.reducers import Reducer, compressor
 
-WHO = "parameter_server"
+CALLER = "parameter_server"
 
 
 class Pulled(NamedTuple):
-    """What the server knows of a step in flight: its version and staleness, and the parameters if the rule asks."""
+    """The server's record of a step in flight: its version and staleness, and the parameters if the rule needs them."""
 
     version: int
     staleness: int
@@ -40,7 +41,7 @@ class Pulled(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """A push of the open clock, with max_staleness=0: it waits for the others."""
+    """A push of the open clock, with max_staleness=0: it waits for the pushes of the other workers."""
 
     clock: int
     worker: int
@@ -48,15 +49,15 @@ class Waiting(NamedTuple):
 
 
 class ServerState(NamedTuple):
-    """All that the server knows. A value: every transition returns a new one.
+    """The complete state of the server. It is immutable: every transition returns a new state.
 
     Attributes:
-      params: the parameters, trained or not; with several servers `sharded.Parts`.
+      params: the parameters, trained or not; with several servers `sharded.ServerShards`.
       opt_state: the state of the optax transformation (over the trained leaves).
       rule_state: the state of the staleness rule.
       version: updates applied so far.
-      clock: who is at which step.
-      working: worker -> what it has pulled, for those who compute right now.
+      clock: the step of each worker.
+      working: worker -> the record of its pull, for each worker with a step in flight.
       waiting: pushes of the open clock, with max_staleness=0.
       metrics: the loss and aux metrics of the last update.
     """
@@ -71,46 +72,157 @@ class ServerState(NamedTuple):
     metrics: Mapping[str, jax.Array] = {}
 
 
-class Server(NamedTuple):
-    """A bundle of pure functions over a `ServerState`; see `make_server`.
+@dataclass(frozen=True)
+class Server:
+    """A state machine: its methods take a `ServerState` and return a new one; see `make_server`.
 
     Attributes:
-      init: `init(params) -> state`; copies the parameters.
-      join: `join(state, worker) -> (state, event)`. The newcomer gets the clock of the slowest.
-      may_pull: `may_pull(state, worker) -> bool`: may it start its next step?
-      pull: `pull(state, worker) -> (state, event)`; the parameters are `state.params`, their version `event.version`.
-      push: `push(state, worker, update, pulled_version) -> (state, event)`.
-      leave: `leave(state, worker) -> (state, event)`. What it was computing is forgotten, what it pushed stays.
-      resume: `resume(state, worker) -> (state, event)`. What it was computing is forgotten, its clock stays.
-      max_staleness: the bound in clocks, None without.
+      mathematics: how updates change the state; None if the server only counts updates and clocks.
+      max_staleness: the bound in clocks; None for no bound.
       rule: the staleness rule.
       nonfinite: "raise" or "skip".
-      reducer: the name of the reducer that pushes are encoded by, None for none.
-      servers: how many servers the parameters are sharded over.
-      whole: `whole(state.params)`: the parameters as users know them, also where several servers have them.
-      adopt: `adopt(state) -> state`, from a checkpoint: every part where it belongs.
-      copy: `copy(state) -> (params, opt_state, rule_state)` for a checkpoint, which the next update leaves alone.
-      programs: what one of several servers does.
-      fragments: how parameters are dealt out, where they are pushed and pulled in fragments.
+      reducer: the name of the reducer that encodes pushes; None without a reducer.
+      servers: the number of servers that the parameters are sharded over.
+      fragments: the assignment of parameters to fragments, if they are pushed and pulled in fragments.
     """
 
-    init: Callable[[PyTree], ServerState]
-    join: Callable[[ServerState, int], tuple[ServerState, Event]]
-    may_pull: Callable[[ServerState, int], bool]
-    pull: Callable[[ServerState, int], tuple[ServerState, Event]]
-    push: Callable[[ServerState, int, Update | None, int], tuple[ServerState, Event]]
-    leave: Callable[[ServerState, int], tuple[ServerState, Event]]
-    resume: Callable[[ServerState, int], tuple[ServerState, Event]]
+    mathematics: Mathematics | None
     max_staleness: int | None
     rule: Rule
     nonfinite: str
     reducer: str | None = None
     servers: int = 1
-    whole: Callable[[PyTree], PyTree] = lambda params: params
-    adopt: Callable[[ServerState], ServerState] = lambda state: state
-    copy: Callable[[ServerState], tuple[PyTree, PyTree, PyTree]] = lambda state: copied(*state[:3])
-    programs: PartPrograms | None = None
-    fragments: Fragments | None = None
+    fragments: FragmentPlan | None = None
+
+    @property
+    def programs(self) -> ShardPrograms | None:
+        """The programs of one of several servers in this process; None if there are none."""
+        return self.mathematics.programs if isinstance(self.mathematics, ShardedMathematics) else None
+
+    def init(self, params: PyTree) -> ServerState:
+        """Return the first state, with a copy of the parameters."""
+        clock = clocks.make_clock(self.max_staleness)
+        if self.mathematics is None:
+            return ServerState(None, None, None, 0, clock)
+        check_params(CALLER, params)
+        return ServerState(*self.mathematics.begin(params), 0, clock)
+
+    def join(self, state: ServerState, worker: int) -> tuple[ServerState, Event]:
+        """Add a worker, at the clock of the slowest."""
+        clock = clocks.join(state.clock, worker)
+        event = Event("join", worker, clock.steps[worker], state.version, state.version)
+        return state._replace(clock=clock), event
+
+    def may_pull(self, state: ServerState, worker: int) -> bool:
+        """Return whether the worker may start its next step."""
+        return clocks.may_start(state.clock, worker) and worker not in state.working
+
+    def pull(self, state: ServerState, worker: int) -> tuple[ServerState, Event]:
+        """Start the worker's next step; its parameters are `state.params`, their version is `event.version`."""
+        step, staleness = clocks.clock_of(state.clock, worker), clocks.staleness(state.clock, worker)
+        if worker in state.working:
+            problem = f"worker {worker} cannot pull: it has not pushed its step {step} yet."
+            raise ValueError(format_error(CALLER, problem, fix="push first, or let it leave and join again."))
+        if not clocks.may_start(state.clock, worker):
+            problem = f"worker {worker} cannot start step {step}: the slowest is at {state.clock.slowest}"
+            raise ValueError(
+                format_error(CALLER, f"{problem}, and max_staleness={self.max_staleness}.", fix="ask may_pull first.")
+            )
+        is_needed = self.rule.uses_pulled and self.max_staleness != 0 and self.mathematics is not None
+        pulled = Pulled(state.version, staleness, state.params if is_needed else None)
+        event = Event("pull", worker, step, state.version, state.version, staleness)
+        return state._replace(working=state.working.put(worker, pulled)), event
+
+    def push(
+        self, state: ServerState, worker: int, update: Update | None, pulled_version: int
+    ) -> tuple[ServerState, Event]:
+        """End the worker's step with its update, computed from the parameters of `pulled_version`."""
+        step = clocks.clock_of(state.clock, worker)
+        pulled = state.working.get(worker)
+        if pulled is None or pulled.version != pulled_version:
+            pulled_text = "nothing" if pulled is None else f"version {pulled.version}"
+            problem = (
+                f"worker {worker} pushes for version {pulled_version} at its step {step}, but has pulled {pulled_text}."
+            )
+            raise ValueError(
+                format_error(CALLER, problem, fix="push once for each pull, with the version of its event.")
+            )
+        refused = self._is_refused(state, worker, step, update)
+        state = state._replace(working=state.working.drop(worker), clock=clocks.tick(state.clock, worker))
+        if not refused and self.max_staleness == 0:
+            state = state._replace(waiting=(*state.waiting, Waiting(step, worker, update)))
+        elif not refused:
+            state = self._apply(state, [update], pulled.params, state.version - pulled.version)
+        state = self._close_clock(state)
+        kind = "refuse" if refused else "push"
+        return state, Event(kind, worker, step, state.version, pulled.version, pulled.staleness)
+
+    def leave(self, state: ServerState, worker: int) -> tuple[ServerState, Event]:
+        """Remove a worker. Its step in flight is lost, its pushes stay."""
+        step = clocks.clock_of(state.clock, worker)
+        clock = clocks.leave(state.clock, worker)
+        state = self._close_clock(state._replace(clock=clock, working=state.working.drop(worker)))
+        return state, Event("leave", worker, step, state.version, state.version)
+
+    def resume(self, state: ServerState, worker: int) -> tuple[ServerState, Event]:
+        """Start a worker again. Its step in flight is lost, its clock stays."""
+        step = clocks.clock_of(state.clock, worker)
+        state = state._replace(working=state.working.drop(worker))
+        return state, Event("resume", worker, step, state.version, state.version)
+
+    def whole(self, params: PyTree) -> PyTree:
+        """Return `state.params` as users know them, even if several servers share them."""
+        return params if self.mathematics is None else self.mathematics.full_params(params)
+
+    def adopt(self, state: ServerState) -> ServerState:
+        """Place a state from a checkpoint on the devices or processes of the servers."""
+        if self.mathematics is None:
+            return state
+        return ServerState(*self.mathematics.adopt(state[:3]), *state[3:])
+
+    def copy(self, state: ServerState) -> tuple[PyTree, PyTree, PyTree]:
+        """Return copies of parameters and states for a checkpoint, which the next update does not overwrite."""
+        copy_arrays = copy_states if self.mathematics is None else self.mathematics.copy
+        return copy_arrays(state[:3])
+
+    def _is_refused(self, state: ServerState, worker: int, step: int, update: Update | None) -> bool:
+        if self.mathematics is not None:
+            update = self.mathematics.check(update, state.params, worker)
+        reasons = self._faults(state, update)
+        if self.max_staleness == 0:  # a push of weight 0 adds nothing to the mean of the clock, and is no error
+            reasons = [reason for reason in reasons if reason != NO_WEIGHT]
+        return self._refuse_or_raise(worker, step, reasons)
+
+    def _faults(self, state: ServerState, update: Any) -> list[str]:
+        if self.mathematics is None:
+            return []
+        return faults(update, trained(self.mathematics.pushed_params(update, state.params)))
+
+    def _refuse_or_raise(self, worker: int, step: int, reasons: list[str]) -> bool:
+        """Return whether there is a reason to refuse a push; raise with nonfinite="raise"."""
+        if reasons and self.nonfinite == "raise":
+            problem = f"the push of worker {worker} at its step {step} was refused:"
+            fix = 'look at the data and the learning rate, or drop such pushes with nonfinite="skip".'
+            raise NonFiniteUpdateError(format_error(CALLER, problem, reasons, fix), worker=worker, clock=step)
+        return bool(reasons)
+
+    def _close_clock(self, state: ServerState) -> ServerState:
+        """With max_staleness=0, apply the mean of the open clock once all present workers have pushed."""
+        is_open = state.waiting and state.clock.steps and state.clock.slowest <= state.waiting[0].clock
+        if not state.waiting or is_open:
+            return state
+        ordered = sorted(state.waiting, key=lambda waiting: waiting.worker)
+        updates, state = [waiting.update for waiting in ordered], state._replace(waiting=())
+        weightless = all(NO_WEIGHT in self._faults(state, update) for update in updates)
+        if weightless and self._refuse_or_raise(ordered[-1].worker, ordered[-1].clock, [NO_WEIGHT]):
+            return state
+        return self._apply(state, updates, None, 0)
+
+    def _apply(self, state: ServerState, updates: Sequence[Update | None], pulled: PyTree, delay: int) -> ServerState:
+        state = state._replace(version=state.version + 1)
+        if self.mathematics is None:
+            return state
+        return state._replace(**self.mathematics.apply(state[:3], updates, pulled, delay)._asdict())
 
 
 def make_server(
@@ -124,46 +236,35 @@ def make_server(
     servers: int = 1,
     devices: Devices = (),
     mathematics: Mathematics | None = None,
-    fragments: Fragments | None = None,
+    fragments: FragmentPlan | None = None,
 ) -> Server:
-    """Make a parameter server: a state machine without threads, clocks of the wall, or chance.
+    """Return a parameter server: a state machine without threads, wall-clock time or randomness.
 
-    With max_staleness = 0 the pushes of one clock are averaged in the order of the workers' numbers, and applied once,
-    when all workers that are there have pushed. Otherwise each push is applied when it arrives:
-    w <- w + tx.update(rule(g)).
-
-    **Equivalence**: the same events in the same order give the same bits. With max_staleness=0, equal to `ddp` on the
-    union batch.
-
-    **Staleness**, in two measures. In *clocks*: a worker begins step c only while the slowest has finished at least
-    c - max_staleness steps; each event records c less that clock, so 0 <= staleness <= max_staleness. In *versions*:
-    `event.delay`, the tau that rules take, counts the updates between pull and push; see `Event.delay` for its bound.
-
-    **Placement**: one copy of parameters and optimizer state, where `init` finds the parameters. With several servers
-    each has an equal range of every leaf: server i of n the elements i ceil(size / n) to (i + 1) ceil(size / n), padded
-    with zeros, and the optimizer state of these.
+    With max_staleness = 0 the pushes of one clock are averaged in the order of the workers' numbers. The mean is applied
+    once, when all present workers have pushed. Otherwise each push is applied when it arrives: w <- w + tx.update(rule(g)).
 
     Args:
-      tx: any optax transformation that asks for no more than gradient, parameters, `value` and `grad`. None for a
-        server that counts and keeps time only, whose parameters and updates are None.
-      max_staleness: in clocks; None for no bound.
-      rule: what to do about late gradients, from `parameter_server.rules`; None for nothing.
-      nonfinite: what to do about a push that is not finite. "raise" `NonFiniteUpdateError`; or "skip" it, which
-        counts as a step of the worker, and is a "refuse" in the log.
-      reducer: what pushes are encoded by: `update.grads` is the message of its `so.reducers.compressor`.
-      donate: let each update take over the memory of the optimizer state before it; the old state then is dead.
-      servers: n, over how many servers leaves are sharded; see `so.async_sgd`.
-      devices: where the servers are, in turn; by default where `init` finds the parameters.
-      mathematics: servers that are elsewhere, in other processes.
-      fragments: what one push updates, of one server; by default all parameters.
+      tx: any optax transformation that needs no more than gradient, parameters, `value` and `grad`. With None the server
+        only counts updates and clocks, and its parameters and updates are None.
+      max_staleness: the bound in clocks; None for no bound.
+      rule: the treatment of late gradients, from `parameter_server.rules`; None for none.
+      nonfinite: the treatment of a push that is not finite. "raise" raises `NonFiniteUpdateError`. "skip" drops the push,
+        which still counts as a step of the worker, and is a "refuse" in the log.
+      reducer: the reducer that encodes pushes: `update.grads` is the message of its `so.reducers.compressor`.
+      donate: let each update take over the memory of the previous optimizer state, which must not be used afterwards.
+      servers: n, the number of servers that leaves are sharded over; see `so.async_sgd`.
+      devices: the devices of the servers, in turn; by default the device on which `init` finds the parameters.
+      mathematics: the functions of servers in other processes, for internal use.
+      fragments: the assignment of parameters to fragments, with one server: a push then updates one fragment. By default
+        a push updates all parameters.
 
     Returns:
       A `Server`.
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if `max_staleness` is negative, `nonfinite` unknown, or a reducer comes with several servers; in `init`,
-        if the optimizer or the rule cannot be shown to act element by element, which several servers need.
+      ValueError: if `max_staleness` is negative, `nonfinite` is unknown, or a reducer is combined with several servers.
+        With several servers `init` raises it if the optimizer or the rule is not proved to act element by element.
 
     Example:
       >>> import jax.numpy as jnp, optax, shardopt as so
@@ -176,164 +277,49 @@ def make_server(
       >>> float(state.params["w"]), pushed.version, pushed.staleness, pushed.delay
       (0.0, 1, 0, 0)
 
+    **Equivalence**: the same events in the same order give the same bits. With max_staleness=0, equal to `ddp` on the
+    union batch.
+
+    **Staleness** has two measures:
+
+    - In *clocks*: a worker begins step c only while the slowest worker has finished at least c - max_staleness steps. Each
+      event records c minus the clock of the slowest, so 0 <= staleness <= max_staleness.
+    - In *versions*: `event.delay`, the tau of the rules, counts the updates between pull and push. See `Event.delay`
+      for its bound.
+
+    **Placement**: one copy of parameters and optimizer state, on the device on which `init` finds the parameters. With
+    several servers each has an equal range of every leaf, and the optimizer state of this range. Server i of n has the
+    elements i ceil(size / n) to (i + 1) ceil(size / n), padded with zeros.
+
     References:
       Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013; Li et al.,
       "Scaling Distributed Machine Learning with the Parameter Server", 2014.
     """
     if tx is not None:
-        check_optimizer(WHO, tx)
-    empty = clocks.make_clock(max_staleness)
+        check_optimizer(CALLER, tx)
+    max_staleness = clocks.make_clock(max_staleness).max_staleness  # checked, and an int
     rule = plain() if rule is None else rule
     if not isinstance(rule, Rule):
-        what = f"rule must be a Rule or None, got {type(rule).__name__}."
-        raise TypeError(format_error(WHO, what, fix="call one of parameter_server.rules, such as rules.dc_asgd()."))
+        problem = f"rule must be a Rule or None, got {type(rule).__name__}."
+        raise TypeError(
+            format_error(CALLER, problem, fix="call one of parameter_server.rules, such as rules.dc_asgd().")
+        )
     try:
         json.dumps(dict(rule.config))
     except TypeError:
-        what = f"the config of rule {rule.name!r} cannot be written to a log: {dict(rule.config)}."
-        raise TypeError(format_error(WHO, what, fix="keep plain numbers and strings in it.")) from None
+        problem = f"the config of rule {rule.name!r} cannot be written to a log: {dict(rule.config)}."
+        raise TypeError(format_error(CALLER, problem, fix="keep plain numbers and strings in it.")) from None
     if nonfinite not in ("raise", "skip"):
-        raise ValueError(f"{WHO}: nonfinite must be 'raise' or 'skip', got {nonfinite!r}.")
-    check_count(WHO, "servers", servers, least=1)
+        raise ValueError(f"{CALLER}: nonfinite must be 'raise' or 'skip', got {nonfinite!r}.")
+    check_count(CALLER, "servers", servers, minimum=1)
     codec = None if reducer is None else compressor(reducer)
     if codec is not None and servers > 1:
-        what = f"reducer={codec.name} writes all leaves as one message, which {servers} servers cannot share."
-        raise ValueError(format_error(WHO, what, fix="leave out servers or reducer."))
+        problem = f"reducer={codec.name} writes all leaves as one message, which {servers} servers cannot share."
+        raise ValueError(format_error(CALLER, problem, fix="leave out servers or reducer."))
     if mathematics is None and tx is not None:
-        mathematics = (
-            on_one_server(tx, rule, donate=donate, codec=codec)
-            if servers == 1
-            else on_servers(tx, rule, servers, donate=donate, devices=devices)
-        )
-        mathematics = mathematics if fragments is None else on_fragments(mathematics, fragments)
-
-    def init(params: PyTree) -> ServerState:
-        if mathematics is None:
-            return ServerState(None, None, None, 0, empty)
-        check_params(WHO, params)
-        return ServerState(*mathematics.begin(params), 0, empty)
-
-    def join(state: ServerState, worker: int) -> tuple[ServerState, Event]:
-        clock = clocks.join(state.clock, worker)
-        event = Event("join", worker, clock.steps[worker], state.version, state.version)
-        return state._replace(clock=clock), event
-
-    def may_pull(state: ServerState, worker: int) -> bool:
-        return clocks.may_start(state.clock, worker) and worker not in state.working
-
-    def pull(state: ServerState, worker: int) -> tuple[ServerState, Event]:
-        at, behind = clocks.clock_of(state.clock, worker), clocks.staleness(state.clock, worker)
-        if worker in state.working:
-            what = f"worker {worker} cannot pull: it has not pushed its step {at} yet."
-            raise ValueError(format_error(WHO, what, fix="push first, or let it leave and join again."))
-        if not clocks.may_start(state.clock, worker):
-            what = f"worker {worker} cannot start step {at}: the slowest is at {state.clock.slowest}"
-            raise ValueError(
-                format_error(WHO, f"{what}, and max_staleness={max_staleness}.", fix="ask may_pull first.")
-            )
-        kept = state.params if rule.uses_pulled and max_staleness != 0 and tx is not None else None
-        working = state.working.put(worker, Pulled(state.version, behind, kept))
-        return state._replace(working=working), Event("pull", worker, at, state.version, state.version, behind)
-
-    def push(state: ServerState, worker: int, update: Update | None, pulled_version: int) -> tuple[ServerState, Event]:
-        at = clocks.clock_of(state.clock, worker)
-        pulled = state.working.get(worker)
-        if pulled is None or pulled.version != pulled_version:
-            has = "nothing" if pulled is None else f"version {pulled.version}"
-            what = f"worker {worker} pushes for version {pulled_version} at its step {at}, but has pulled {has}."
-            raise ValueError(format_error(WHO, what, fix="push once for each pull, with the version of its event."))
-        refused = mathematics is not None and _refused(state, worker, at, update)
-        state = state._replace(working=state.working.drop(worker), clock=clocks.tick(state.clock, worker))
-        if not refused and max_staleness == 0:
-            state = state._replace(waiting=(*state.waiting, Waiting(at, worker, update)))
-        elif not refused:
-            state = _apply(state, [update], pulled.params, state.version - pulled.version)
-        state = _close(state)
-        kind = "refuse" if refused else "push"
-        return state, Event(kind, worker, at, state.version, pulled.version, pulled.staleness)
-
-    def leave(state: ServerState, worker: int) -> tuple[ServerState, Event]:
-        at = clocks.clock_of(state.clock, worker)
-        clock = clocks.leave(state.clock, worker)
-        state = _close(state._replace(clock=clock, working=state.working.drop(worker)))
-        return state, Event("leave", worker, at, state.version, state.version)
-
-    def resume(state: ServerState, worker: int) -> tuple[ServerState, Event]:
-        at = clocks.clock_of(state.clock, worker)
-        state = state._replace(working=state.working.drop(worker))
-        return state, Event("resume", worker, at, state.version, state.version)
-
-    def _refused(state: ServerState, worker: int, at: int, update: Update | None) -> bool:
-        assert mathematics is not None
-        checked = mathematics.check(update, state.params, worker)
-        found = faults(checked, trained(mathematics.part(checked, mathematics.like(state.params))))
-        if max_staleness == 0:  # rows of weight 0 count for nothing beside others
-            found = [fault for fault in found if fault != NO_WEIGHT]
-        return _judge(worker, at, found)
-
-    def _judge(worker: int, at: int, found: list[str]) -> bool:
-        if found and nonfinite == "raise":
-            what = f"the push of worker {worker} at its step {at} was refused:"
-            fix = 'look at the data and the learning rate, or drop such pushes with nonfinite="skip".'
-            raise NonFiniteUpdateError(format_error(WHO, what, found, fix), worker=worker, clock=at)
-        return bool(found)
-
-    def _close(state: ServerState) -> ServerState:
-        """With max_staleness=0, apply the mean of a clock once everyone who is there has pushed."""
-        open_ = state.waiting and state.clock.steps and state.clock.slowest <= state.waiting[0].clock
-        if not state.waiting or open_:
-            return state
-        ordered = sorted(state.waiting, key=lambda one: one.worker)
-        updates, state = [one.update for one in ordered], state._replace(waiting=())
-        weightless = mathematics is not None and all(
-            NO_WEIGHT in faults(update, trained(mathematics.part(update, mathematics.like(state.params))))
-            for update in updates
-        )
-        if weightless and _judge(ordered[-1].worker, ordered[-1].clock, [NO_WEIGHT]):
-            return state
-        return _apply(state, updates, None, 0)
-
-    def _apply(state: ServerState, updates: Sequence[Update | None], pulled: PyTree, delay: int) -> ServerState:
-        if mathematics is None:
-            return state._replace(version=state.version + 1)
-        new = mathematics.apply(state.params, state.opt_state, state.rule_state, updates, pulled, delay)
-        return state._replace(
-            params=new.params,
-            opt_state=new.opt_state,
-            rule_state=new.rule_state,
-            version=state.version + 1,
-            metrics=new.metrics,
-        )
-
-    def whole(params: PyTree) -> PyTree:
-        return params if mathematics is None else mathematics.whole(params)
-
-    def adopt(state: ServerState) -> ServerState:
-        if mathematics is None:
-            return state
-        params, opt_state, rule_state = mathematics.adopt(state.params, state.opt_state, state.rule_state)
-        return state._replace(params=params, opt_state=opt_state, rule_state=rule_state)
-
-    def copy(state: ServerState) -> tuple[PyTree, PyTree, PyTree]:
-        copy_of = copied if mathematics is None else mathematics.copy
-        return copy_of(state.params, state.opt_state, state.rule_state)
-
-    return Server(
-        init,
-        join,
-        may_pull,
-        pull,
-        push,
-        leave,
-        resume,
-        empty.max_staleness,
-        rule,
-        nonfinite,
-        codec and codec.name,
-        int(servers),
-        whole,
-        adopt,
-        copy,
-        mathematics and mathematics.programs,
-        fragments,
-    )
+        if servers > 1:
+            mathematics = ShardedMathematics(ShardPrograms(tx, rule, servers, donate), devices)
+        else:
+            mathematics = UnshardedMathematics(tx, rule, donate, codec)
+        mathematics = mathematics if fragments is None else FragmentMathematics(mathematics, fragments)
+    return Server(mathematics, max_staleness, rule, nonfinite, codec and codec.name, int(servers), fragments)

@@ -1,4 +1,4 @@
-"""The settings of jax that hold for one thread, taken to another thread or process."""
+"""Copy the JAX settings of one thread to another thread or process."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -14,14 +14,14 @@ _THREAD_SETTINGS = {
     "jax_threefry_partitionable": jax.threefry_partitionable,
     "jax_debug_nans": jax.debug_nans,
 }
-"""The settings of jax that hold for one thread only."""
+"""The JAX settings that each thread has for itself."""
 
 
-def settings_here() -> Callable[[], AbstractContextManager[object]]:
-    """Return what sets up another thread as this one is now: `with settings(): ...`.
+def capture_settings() -> Callable[[], AbstractContextManager[object]]:
+    """Return a context manager that gives another thread the settings of this one: `with settings(): ...`.
 
-    A context such as `jax.enable_x64(True)` holds for the thread that entered it; workers would compute in another
-    precision than their caller.
+    A context such as `jax.enable_x64(True)` holds only for the thread that entered it. Without this copy workers would
+    compute in another precision than their caller.
     """
     values = settings_values()
 
@@ -35,11 +35,11 @@ def settings_here() -> Callable[[], AbstractContextManager[object]]:
 
 
 def settings_values() -> dict[str, object]:
-    """Return the settings as they are here."""
+    """Return the settings of this thread."""
     return {name: getattr(jax.config, name) for name in _THREAD_SETTINGS}
 
 
 def use_settings(values: dict[str, object]) -> None:
-    """Make settings those of this process."""
+    """Set the settings of this process."""
     for name, value in values.items():
         jax.config.update(name, value)

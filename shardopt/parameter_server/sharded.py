@@ -1,8 +1,8 @@
-"""Parameters and optimizer state over several servers, each with an equal range of every leaf."""
+"""Parameters and optimizer state that are sharded over several servers: each has an equal range of every leaf."""
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -13,33 +13,33 @@ import optax
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, Weighted, abstract, wide_dtype
 from shardopt.parameter_server.apply import (
-    Applied,
-    Mathematics,
-    PartPrograms,
+    ServerArrays,
+    UpdateResult,
     begin_states,
-    copied,
-    own,
+    copy_states,
+    copy_without_weak_type,
+    run_arguments,
     update_program,
 )
 from shardopt.parameter_server.rules import Rule
 from shardopt.parameter_server.sparse import is_rows
-from shardopt.parameter_server.sums import AXIS, two_phases
+from shardopt.parameter_server.sums import AXIS, split_at_sums
 from shardopt.parameter_server.updates import Update, check_update, trained, untrained
 from shardopt.transforms.shard_checks import check_elementwise
 
-WHO = "parameter_server"
+CALLER = "parameter_server"
 Devices = Sequence[jax.Device]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("trees", "rest"), meta_fields=("shapes",))
 @dataclass(frozen=True)
-class Parts:
-    """Parameters over n servers.
+class ServerShards:
+    """Parameters that are sharded over n servers. Checkpoints name their leaves `trees` and `rest`.
 
     Attributes:
-      trees: for each server the trained leaves [ceil(size / n), 1, ...], with as many dims as the whole leaf.
-      rest: the parameters that are not trained, None for the others.
-      shapes: of the whole trained leaves, in order.
+      trees: for each server its shard of the trained leaves, [ceil(size / n), 1, ...], with as many dims as the full leaf.
+      rest: the parameters that are not trained, with None for the trained ones.
+      shapes: the shapes of the full trained leaves, in order.
     """
 
     trees: tuple[PyTree, ...]
@@ -48,12 +48,13 @@ class Parts:
 
 
 def shard(tree: PyTree, servers: int) -> tuple[PyTree, ...]:
-    """Return what each server has of a tree: an equal range of every leaf, flat; views of numpy leaves.
+    """Return the shard of each server: an equal range of every leaf, flat; shards of numpy leaves are views.
 
-    A leaf without dims is the first server's, and zero on the others, like the padding at the end of other leaves.
+    A leaf without dims belongs to the first server, and is zero on the others. The ends of other leaves are padded
+    with zeros.
 
     Example:
-      >>> [one["w"].tolist() for one in shard({"w": np.arange(3.0)}, 2)]
+      >>> [server_shard["w"].tolist() for server_shard in shard({"w": np.arange(3.0)}, 2)]
       [[0.0, 1.0], [2.0, 0.0]]
     """
     return tuple(jax.tree.map(partial(_range, servers=servers, index=i), tree) for i in range(servers))
@@ -62,10 +63,10 @@ def shard(tree: PyTree, servers: int) -> tuple[PyTree, ...]:
 def _range(leaf: jax.Array | np.ndarray, *, servers: int, index: int) -> jax.Array | np.ndarray:
     xp = np if isinstance(leaf, np.ndarray | np.generic) else jnp
     length = -(-leaf.size // servers)
-    part = xp.reshape(leaf, -1)[index * length : (index + 1) * length]
-    if part.shape[0] < length:
-        part = xp.concatenate([part, xp.zeros(length - part.shape[0], part.dtype)])
-    return part.reshape((length,) + (1,) * (leaf.ndim - 1) if leaf.ndim else ())
+    values = xp.reshape(leaf, -1)[index * length : (index + 1) * length]
+    if values.shape[0] < length:
+        values = xp.concatenate([values, xp.zeros(length - values.shape[0], values.dtype)])
+    return values.reshape((length,) + (1,) * (leaf.ndim - 1) if leaf.ndim else ())
 
 
 def unshard(trees: Sequence[PyTree], shapes: Sequence[tuple[int, ...]]) -> PyTree:
@@ -74,7 +75,7 @@ def unshard(trees: Sequence[PyTree], shapes: Sequence[tuple[int, ...]]) -> PyTre
     leaves = []
     for shape, *ranges in columns:
         xp = np if isinstance(ranges[0], np.ndarray | np.generic) else jnp
-        flat = xp.concatenate([one.reshape(-1) for one in ranges])
+        flat = xp.concatenate([values.reshape(-1) for values in ranges])
         leaves.append(flat[: int(np.prod(shape))].reshape(shape))
     return jax.tree.unflatten(jax.tree.structure(trees[0]), leaves)
 
@@ -83,159 +84,190 @@ _shard = jax.jit(shard, static_argnums=1)
 _unshard = jax.jit(unshard, static_argnums=1)
 
 
-def shapes_of(part: PyTree) -> tuple[tuple[int, ...], ...]:
+def shapes_of(trained_params: PyTree) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of trained leaves, in order."""
-    return tuple(leaf.shape for leaf in jax.tree.leaves(part))
+    return tuple(leaf.shape for leaf in jax.tree.leaves(trained_params))
 
 
-def like(params: Parts) -> PyTree:
-    """Return the parameters as shapes and dtypes; those that are not trained as they are."""
+def abstract_params(params: ServerShards) -> PyTree:
+    """Return shapes and dtypes in place of the trained leaves, and the other leaves as they are."""
     leaves, treedef = jax.tree.flatten(params.trees[0])
     pairs = zip(params.shapes, leaves, strict=True)
-    part = treedef.unflatten([jax.ShapeDtypeStruct(shape, leaf.dtype) for shape, leaf in pairs])
-    return merged(part, params.rest)
+    trained_params = treedef.unflatten([jax.ShapeDtypeStruct(shape, leaf.dtype) for shape, leaf in pairs])
+    return combine_leaves(trained_params, params.rest)
 
 
-def whole(params: Parts) -> PyTree:
-    """Return the parameters, on the device of the first server."""
+def full_params(params: ServerShards) -> PyTree:
+    """Return the unsharded parameters, on the device of the first server."""
     device = _device_of(params.trees[0])
-    return merged(_unshard([_put(tree, device) for tree in params.trees], params.shapes), params.rest)
+    return combine_leaves(_unshard([_put(tree, device) for tree in params.trees], params.shapes), params.rest)
 
 
-def merged(part: PyTree, rest: PyTree) -> PyTree:
-    """Return the parameters from those that are trained and the others."""
-    return jax.tree.map(lambda a, b: b if a is None else a, part, rest, is_leaf=lambda leaf: leaf is None)
+def combine_leaves(trained_params: PyTree, untrained_params: PyTree) -> PyTree:
+    """Return all parameters, from the trained and the untrained ones."""
+    is_none = lambda leaf: leaf is None  # noqa: E731
+    return jax.tree.map(lambda a, b: b if a is None else a, trained_params, untrained_params, is_leaf=is_none)
 
 
-def part_programs(tx: optax.GradientTransformation, rule: Rule, servers: int, *, donate: bool) -> PartPrograms:
-    """Return what each of `servers` does; updates have the gradients of its part."""
-    run = update_program(tx, rule)
-    sums, rest = two_phases(run, servers)
-    jitted_sums = jax.jit(sums)
-    donated = (1, 2) if donate else ()
-    jitted, jitted_rest = jax.jit(run, donate_argnums=donated), jax.jit(rest, donate_argnums=[1 + i for i in donated])
+@dataclass(frozen=True)
+class ShardPrograms:
+    """The programs that each of several servers runs on its shard, in this process or in another.
 
-    def arguments(part: PyTree, states: tuple[PyTree, PyTree], updates: Sequence[Update], pulled: PyTree, delay: int):
-        pushed = [(one.grads, one.loss, dict(one.metrics)) for one in updates]
-        return part, *states, pushed, np.asarray([one.rows for one in updates], np.float32), pulled, np.int32(delay)
+    `args` are `run_arguments` of the shard of the parameters, of its states, and of updates with its range of the gradients.
 
-    def has_sums(part: PyTree) -> bool:
+    Attributes:
+      tx: the optimizer.
+      rule: the staleness rule.
+      servers: the number of servers.
+      donate: let each update take over the memory of the states.
+    """
+
+    tx: optax.GradientTransformation
+    rule: Rule
+    servers: int
+    donate: bool
+
+    @cached_property
+    def _jitted(self) -> tuple[Callable[..., Any], ...]:
+        """The phase before the sums over servers, the phase after them, and the update without such sums."""
+        run, donated = update_program(self.tx, self.rule), (1, 2) if self.donate else ()
+        sums, finish = split_at_sums(run, self.servers)
+        jitted_finish = jax.jit(finish, donate_argnums=[1 + i for i in donated])
+        return jax.jit(sums), jitted_finish, jax.jit(run, donate_argnums=donated)
+
+    def begin(self, shard: PyTree) -> tuple[PyTree, PyTree]:
+        """Return the initial states of the optimizer and of the rule."""
+        return begin_states(self.tx, self.rule, shard)
+
+    def has_sums(self, shard: PyTree) -> bool:
+        """Return whether the optimizer needs sums over all servers, in a first phase."""
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
-        states = jax.eval_shape(lambda part: (tx.init(part), rule.init(part)), part)
-        update = Update(part, Weighted(scalar, scalar), {}, 1)
-        return bool(jax.eval_shape(sums, *arguments(part, states, [update], None, 0)))
+        states = jax.eval_shape(lambda shard: (self.tx.init(shard), self.rule.init(shard)), shard)
+        update = Update(shard, Weighted(scalar, scalar), {}, 1)
+        return bool(jax.eval_shape(self._jitted[0], *run_arguments((shard, *states), [update], None, 0)))
 
-    def apply(sums_of, part, opt_state, rule_state, updates, pulled, delay) -> Applied:
-        args = arguments(part, (opt_state, rule_state), updates, pulled, delay)
-        return jitted_rest(sums_of, *args) if sums_of and sums_of[0] else jitted(*args)
+    def sums(self, args: tuple[Any, ...]) -> list[jax.Array]:
+        """Return the terms that this shard adds to the sums."""
+        return self._jitted[0](*args)
 
-    def sums_of_part(part, opt_state, rule_state, updates, pulled, delay) -> list[jax.Array]:
-        return jitted_sums(*arguments(part, (opt_state, rule_state), updates, pulled, delay))
+    def apply(self, server_sums: Sequence[Sequence[jax.Array]], args: tuple[Any, ...]) -> UpdateResult:
+        """Update this shard, with the terms of all servers."""
+        _, finish, run = self._jitted
+        return finish(server_sums, *args) if server_sums and server_sums[0] else run(*args)
 
-    return PartPrograms(lambda part: begin_states(tx, rule, part), has_sums, sums_of_part, apply)
 
+@dataclass(frozen=True)
+class ShardedMathematics:
+    """The mathematics of several servers in this process.
 
-def on_servers(
-    tx: optax.GradientTransformation,
-    rule: Rule,
-    servers: int,
-    *,
-    donate: bool,
-    devices: Devices = (),
-) -> Mathematics:
-    """Return the mathematics of several servers in this process, on `devices` in turn."""
-    programs = part_programs(tx, rule, servers, donate=donate)
+    Attributes:
+      programs: the programs of one server.
+      devices: the devices of the servers, in turn.
+      has_sums: the structure of parameters -> whether the optimizer needs sums over all servers.
+    """
 
-    def begin(params: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-        check_shardable(WHO, tx, rule, params, servers)
-        params = jax.tree.map(own, params)
-        part = trained(params)
-        trees = placed(_shard(part, servers))
-        states = placed([programs.begin(tree) for tree in trees])  # zeros are made on the default device
-        return Parts(trees, untrained(params), shapes_of(part)), *map(tuple, zip(*states, strict=True))
+    programs: ShardPrograms
+    devices: Devices = ()
+    has_sums: dict[Hashable, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
+    copy = staticmethod(copy_states)
+    full_params = staticmethod(full_params)
 
-    def placed(trees: Sequence[PyTree]) -> tuple[PyTree, ...]:
-        if not devices:
-            return tuple(trees)
-        return tuple(_put(tree, devices[i % len(devices)]) for i, tree in enumerate(trees))
+    def begin(self, params: PyTree) -> ServerArrays:
+        """Return the shards of the parameters and the initial states of each server."""
+        check_shardable(CALLER, self.programs.tx, self.programs.rule, params, self.programs.servers)
+        params = jax.tree.map(copy_without_weak_type, params)
+        trained_params = trained(params)
+        trees = self._placed(_shard(trained_params, self.programs.servers))
+        states = self._placed([self.programs.begin(tree) for tree in trees])  # zeros are made on the default device
+        shards = ServerShards(trees, untrained(params), shapes_of(trained_params))
+        return shards, *map(tuple, zip(*states, strict=True))
 
-    def adopt(params: Parts, opt_state: PyTree, rule_state: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-        return Parts(placed(params.trees), params.rest, params.shapes), placed(opt_state), placed(rule_state)
+    def adopt(self, arrays: ServerArrays) -> ServerArrays:
+        """Place the shards and states from a checkpoint on the devices of the servers."""
+        params, opt_state, rule_state = arrays
+        shards = ServerShards(self._placed(params.trees), params.rest, params.shapes)
+        return shards, self._placed(opt_state), self._placed(rule_state)
+
+    def pushed_params(self, update: Update, params: ServerShards) -> PyTree:
+        """Return shapes and dtypes of the parameters: an update changes all."""
+        return abstract_params(params)
+
+    def check(self, update: Update | None, params: ServerShards, worker: int) -> Update:
+        """Return the update, or refuse it if it is sparse or does not match the parameters."""
+        if isinstance(update, Update) and any(is_rows(x) for x in jax.tree.leaves(update.grads, is_leaf=is_rows)):
+            problem = f"a sparse push cannot be shared out over {self.programs.servers} servers."
+            raise ValueError(format_error(CALLER, problem, fix="push dense gradients, or use one server."))
+        return check_update(update, abstract_params(params), worker)
 
     def apply(
-        params: Parts,
-        opt_state: Sequence[PyTree],
-        rule_state: Sequence[PyTree],
-        updates: Sequence[Update],
-        pulled: Parts | None,
-        delay: int,
-    ) -> Applied:
-        split = [_shard(one.grads, servers) for one in updates]
-        args = []
+        self, arrays: ServerArrays, updates: Sequence[Update], pulled: ServerShards | None, delay: int
+    ) -> UpdateResult:
+        """Update the shard of each server, after the sums over servers if the optimizer has any."""
+        params, opt_state, rule_state = arrays
+        grad_shards = [_shard(update.grads, self.programs.servers) for update in updates]
+        server_args = []
         for i, tree in enumerate(params.trees):
             device = _device_of(tree)
-            own = [
-                _put(one._replace(grads=grads[i], rows=None, is_finite=None), device)._replace(rows=one.rows)
-                for one, grads in zip(updates, split, strict=True)
+            shard_updates = [
+                _put(update._replace(grads=grads[i], rows=None, is_finite=None), device)._replace(rows=update.rows)
+                for update, grads in zip(updates, grad_shards, strict=True)
             ]
-            old = None if pulled is None else pulled.trees[i]
-            args.append((tree, opt_state[i], rule_state[i], own, old, delay))
-        sums_of = [jax.device_get(programs.sums(*one)) for one in args] if needs_sums(params) else []
-        found = [programs.apply(sums_of, *one) for one in args]
-        new = Parts(tuple(one.params for one in found), params.rest, params.shapes)
-        opt_states, rule_states = (tuple(one[1] for one in found), tuple(one[2] for one in found))
-        return Applied(new, opt_states, rule_states, found[0].metrics)
-
-    known: dict[Hashable, bool] = {}
-
-    def needs_sums(params: Parts) -> bool:
+            pulled_shard = None if pulled is None else pulled.trees[i]
+            server_args.append(run_arguments((tree, opt_state[i], rule_state[i]), shard_updates, pulled_shard, delay))
         key = jax.tree.structure(params)
-        return known[key] if key in known else known.setdefault(key, programs.has_sums(params.trees[0]))
+        if key not in self.has_sums:
+            self.has_sums[key] = self.programs.has_sums(params.trees[0])
+        server_sums = [jax.device_get(self.programs.sums(args)) for args in server_args] if self.has_sums[key] else []
+        results = [self.programs.apply(server_sums, args) for args in server_args]
+        trees, opt_states, rule_states, metrics = zip(*results, strict=True)
+        return UpdateResult(ServerShards(trees, params.rest, params.shapes), opt_states, rule_states, metrics[0])
 
-    def check(update: Update | None, params: Parts, worker: int) -> Update:
-        if isinstance(update, Update) and any(is_rows(x) for x in jax.tree.leaves(update.grads, is_leaf=is_rows)):
-            what = f"a sparse push cannot be shared out over {servers} servers."
-            raise ValueError(format_error(WHO, what, fix="push dense gradients, or use one server."))
-        return check_update(update, like(params), worker)
-
-    return Mathematics(begin, adopt, like, whole, check, apply, copied, programs)
+    def _placed(self, trees: Sequence[PyTree]) -> tuple[PyTree, ...]:
+        if not self.devices:
+            return tuple(trees)
+        return tuple(_put(tree, self.devices[i % len(self.devices)]) for i, tree in enumerate(trees))
 
 
-def check_shardable(who: str, tx: optax.GradientTransformation, rule: Rule, params: PyTree, servers: int) -> None:
-    """Refuse an optimizer or a rule that cannot be shown to do with ranges of leaves what it does with leaves.
+def check_shardable(caller: str, tx: optax.GradientTransformation, rule: Rule, params: PyTree, servers: int) -> None:
+    """Refuse an optimizer or a rule that is not proved to treat ranges of leaves as it treats full leaves.
 
     Raises:
-      ValueError: if it cannot be shown.
+      ValueError: if that cannot be proved.
     """
-    part = trained(abstract(params))
-    shards = jax.eval_shape(partial(shard, servers=servers), part)[0]
+    trained_params = trained(abstract(params))
+    shards = jax.eval_shape(partial(shard, servers=servers), trained_params)[0]
     run = update_program(tx, rule)
 
-    def init(both: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-        return tx.init(both[0]), rule.init(both[0])
+    def init(params_and_pulled: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        return tx.init(params_and_pulled[0]), rule.init(params_and_pulled[0])
 
-    def update(grads: PyTree, state: tuple[PyTree, PyTree], both: PyTree = None, **_: Any) -> tuple[PyTree, PyTree]:
+    def update(
+        grads: PyTree, state: tuple[PyTree, PyTree], params_and_pulled: PyTree = None, **_: Any
+    ) -> tuple[PyTree, PyTree]:
+        params, pulled = params_and_pulled
         wide = wide_dtype(jax.tree.leaves(grads)[0].dtype)
         pushed = [(grads, Weighted(jnp.ones((), wide), jnp.ones((), wide)), {})]
-        found = run(both[0], *state, pushed, jnp.ones(1), both[1], jnp.int32(1))
-        return found.params, (found.opt_state, found.rule_state)
+        result = run(params, *state, pushed, jnp.ones(1), pulled, jnp.int32(1))
+        return result.params, (result.opt_state, result.rule_state)
 
-    pseudo = optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
+    # An optax transformation with the same mathematics, which `check_elementwise` can trace.
+    update_and_rule = optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
 
     def check() -> jax.Array:
-        check_elementwise(who, pseudo, (AXIS,), (part, (part, part)), (shards, (shards, shards)), {})
+        inputs, input_shards = ((tree, (tree, tree)) for tree in (trained_params, shards))
+        check_elementwise(caller, update_and_rule, (AXIS,), inputs, input_shards, {})
         return jnp.zeros(())
 
     try:
         jax.make_jaxpr(check, axis_env=[(AXIS, servers)])()
     except ValueError as error:
-        why = str(error).split("\n")[0].removeprefix(f"{who}: ").replace("inner", "the optimizer or the rule", 1)
-        what = f"servers={servers} gives each server a range of every leaf, and {why}"
+        reason = str(error).split("\n")[0].removeprefix(f"{caller}: ").replace("inner", "the optimizer or the rule", 1)
+        problem = f"servers={servers} gives each server a range of every leaf, and {reason}"
         fix = (
             "use what works element by element (sgd, adam, adamw, lion, ...); for clipping by the global norm "
             'so.transforms.clip_by_global_norm(max_norm, "servers", split=True); or servers=1, which takes any optimizer.'
         )
-        raise ValueError(format_error(who, what, fix=fix)) from error
+        raise ValueError(format_error(caller, problem, fix=fix)) from error
 
 
 def _put(tree: PyTree, device: Any) -> PyTree:

@@ -1,4 +1,4 @@
-"""An asynchronous run in virtual time: the same server, and workers that are only numbers."""
+"""An asynchronous run in virtual time: the real server, and workers that consist of durations only."""
 
 import heapq
 import itertools
@@ -24,19 +24,19 @@ from shardopt.parameter_server.updates import trained
 from shardopt.parameter_server.worker import check_codec, key_data, no_compute, sgd_spec
 from shardopt.reducers import Reducer
 
-WHO = "simulate"
+CALLER = "simulate"
 
 
 class SimulatedWorker(NamedTuple):
     """A worker of `simulate`.
 
     Attributes:
-      step_seconds: how long a gradient takes: seconds, or a function `(numpy generator) -> seconds`; see
+      step_seconds: the duration of a gradient: seconds, or a function `(numpy generator) -> seconds`; see
         `parameter_server.durations`.
-      latency: seconds that a message takes, each way, besides its size.
-      bandwidth: bytes per second, each way.
-      availability: periods `(from, to)` in seconds when it is there. It joins at the start of each; at the end of one
-        it dies in the middle of what it does, and the half step is lost.
+      latency: seconds that a message takes in each direction, in addition to its size / bandwidth.
+      bandwidth: bytes per second, in each direction.
+      availability: periods `(from, to)`, in seconds, in which it works. It joins at the start of each period. At the end
+        of a period it dies, and its step in flight is lost.
 
     Example:
       >>> SimulatedWorker(step_seconds=0.5, availability=((0.0, 60.0), (90.0, float("inf")))).latency
@@ -49,7 +49,7 @@ class SimulatedWorker(NamedTuple):
     availability: Sequence[tuple[float, float]] = ((0.0, math.inf),)
 
     def transfer_seconds(self, size: float) -> float:
-        """Return how long a message of `size` bytes takes."""
+        """Return the seconds that a message of `size` bytes takes."""
         return self.latency + size / self.bandwidth
 
 
@@ -71,34 +71,37 @@ def simulate(
     batches_of: BatchesOf | None = None,
     rng: jax.Array | None = None,
 ) -> AsyncResult:
-    """Play an asynchronous run in virtual time, event by event, on the very server that real workers use.
+    """Simulate an asynchronous run in virtual time, event by event, on the same server that real workers use.
 
-    A worker pulls (latency + message_bytes / bandwidth), computes (step_seconds), sends its push (latency and bytes
-    again), which the server takes in the order of arrival, server_seconds each; then it asks for its next step, and
-    waits while the staleness bound says so. Ties in time go in the order in which they were scheduled.
+    Each step of a worker has four phases:
 
-    With `tx`, `loss_fn`, `params` and `batches_of` the mathematics is done too, for real, on one thread; without them
-    it is about time only, and thousands of workers take seconds.
+    1. It waits while the staleness bound holds it back.
+    2. It pulls: latency + message_bytes / bandwidth.
+    3. It computes: step_seconds.
+    4. It pushes: latency + message_bytes / bandwidth again. The server takes pushes in the order of arrival, and needs
+       server_seconds for each.
 
-    **Equivalence**: the same arguments give the same log. A run on threads or a cluster whose events come in this
-    order gives these parameters, bit for bit.
+    Of two events at the same time, the event that was scheduled first happens first.
+
+    With `tx`, `loss_fn`, `params` and `batches_of` the run also computes the real gradients and updates, on one thread.
+    Without them only time is simulated, and thousands of workers take seconds.
 
     Args:
-      workers: the workers, or how many equal ones with steps of one second.
+      workers: the workers, or a number of equal workers with steps of one second.
       max_staleness: as for `async_sgd`, in clocks; None for no bound.
       num_updates: stop when this many updates have been applied; with max_staleness=0 an update is a whole clock.
       until: stop at this virtual time, in seconds.
       rule: a staleness rule.
       reducer: as for `async_sgd`.
       nonfinite: as for `make_server`.
-      message_bytes: size of a pull and of a push; by default that of the parameters, of a push as the reducer encodes
-        them, or 0 without parameters.
-      server_seconds: how long the server is busy with a push.
-      seed: of the durations; each worker draws from a generator of its own.
-      tx: the optimizer, for real mathematics.
+      message_bytes: the size of a pull and of a push. By default a pull has the size of the parameters, and a push the
+        size of their encoding by the reducer; without parameters both are 0.
+      server_seconds: the seconds that the server needs for a push.
+      seed: the seed of the durations; each worker has its own generator.
+      tx: the optimizer, for real updates.
       loss_fn: the loss, as for `async_sgd`.
       params: the parameters to start from.
-      batches_of: `batches_of(worker)` gives its batches, as for `run` of `async_sgd`. A worker without batches leaves.
+      batches_of: `batches_of(worker)` returns its batches, as for `run` of `async_sgd`. A worker without batches leaves.
       rng: a random key for losses that take one.
 
     Returns:
@@ -106,8 +109,8 @@ def simulate(
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if a number is out of range, neither `num_updates` nor a finite `until` says when to stop, or only
-        some of `tx`, `loss_fn`, `params` and `batches_of` are given.
+      ValueError: if a number is out of range, `num_updates` is None and `until` is infinite, or only some of `tx`,
+        `loss_fn`, `params` and `batches_of` are given.
       NonFiniteUpdateError: as the server raises it.
 
     Example:
@@ -115,23 +118,26 @@ def simulate(
       >>> waiting, free = (simulate(workers, max_staleness=s, until=400.0).metrics for s in (0, None))
       >>> waiting["pushes_per_second"], free["pushes_per_second"]
       (1.0, 3.25)
+
+    **Equivalence**: the same arguments give the same log. A run on threads or a cluster whose events have the same order
+    gives the same parameters, bit for bit.
     """
     workers = _check_workers(workers)
     _check_numbers(num_updates, until, message_bytes, server_seconds, seed)
-    codec = check_codec(WHO, reducer)
-    given = {"tx": tx, "loss_fn": loss_fn, "params": params, "batches_of": batches_of}
-    missing = [name for name, value in given.items() if value is None]
-    if missing and len(missing) < len(given):
-        what = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing for real mathematics."
-        raise ValueError(format_error(WHO, what, fix="pass tx, loss_fn, params and batches_of, or none of them."))
+    codec = check_codec(CALLER, reducer)
+    training_arguments = {"tx": tx, "loss_fn": loss_fn, "params": params, "batches_of": batches_of}
+    missing = [name for name, value in training_arguments.items() if value is None]
+    if missing and len(missing) < len(training_arguments):
+        problem = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing for real mathematics."
+        raise ValueError(format_error(CALLER, problem, fix="pass tx, loss_fn, params and batches_of, or none of them."))
     options = {"max_staleness": max_staleness, "rule": rule, "nonfinite": nonfinite, "reducer": reducer}
     if tx is None or loss_fn is None or batches_of is None:
-        make, header, compute, sizes = partial(make_server, None, **options), {}, no_compute(), (0, 0)
+        make_run_server, header, compute, sizes = partial(make_server, None, **options), {}, no_compute(), (0, 0)
     else:
-        here = make_mesh(data=1, devices=jax.local_devices()[:1])
-        spec, key = sgd_spec(WHO, tx, loss_fn, [here] * len(workers), **options), key_data(WHO, rng)
-        make, header, compute = spec.make_server, spec.settings(key), spec.make_compute(batches_of, key)
-        spec.check_params(WHO, params)
+        mesh = make_mesh(data=1, devices=jax.local_devices()[:1])
+        spec, key = sgd_spec(CALLER, tx, loss_fn, [mesh] * len(workers), **options), key_data(CALLER, rng)
+        make_run_server, header, compute = spec.make_server, spec.settings(key), spec.make_compute(batches_of, key)
+        spec.check_params(CALLER, params)
         params = compute.on_server(params)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         sizes = (size, size if codec is None else codec.nbytes(trained(params)))
@@ -139,64 +145,66 @@ def simulate(
         sizes = (message_bytes, message_bytes)
     transfers = [(worker.transfer_seconds(sizes[0]), worker.transfer_seconds(sizes[1])) for worker in workers]
     loop = EventLoop(workers, transfers, compute, server_seconds, seed)
-    loop.run = Run(make(donate=False), params, header, lambda: loop.now)
-    return loop.run.finish(loop.until(num_updates, until))
+    loop.run = Run(make_run_server(donate=False), params, header, lambda: loop.now)
+    return loop.run.finish(loop.run_until(num_updates, until))
 
 
 def _check_workers(workers: int | Sequence[SimulatedWorker]) -> Sequence[SimulatedWorker]:
-    """Return a list of workers, from one or from a number of equal ones, or refuse it."""
+    """Return the sequence of workers, or a number of equal workers as a list; refuse other arguments."""
     if is_integer(workers):
-        check_count(WHO, "workers", workers, least=1)
+        check_count(CALLER, "workers", workers, minimum=1)
         return [SimulatedWorker()] * int(workers)
     if isinstance(workers, SimulatedWorker) or not isinstance(workers, Sequence):
-        what = f"workers must be an integer or a sequence of SimulatedWorker, got {type(workers).__name__}."
-        raise TypeError(format_error(WHO, what))
+        problem = f"workers must be an integer or a sequence of SimulatedWorker, got {type(workers).__name__}."
+        raise TypeError(format_error(CALLER, problem))
     if not workers:
-        raise ValueError(f"{WHO}: workers must be at least 1, got none.")
+        raise ValueError(f"{CALLER}: workers must be at least 1, got none.")
     for number, worker in enumerate(workers):
         name = f"workers[{number}]"
         if not isinstance(worker, SimulatedWorker):
-            raise TypeError(f"{WHO}: {name} must be a SimulatedWorker, got {type(worker).__name__}.")
-        check_duration(WHO, f"{name}.step_seconds", worker.step_seconds)
-        check_number(WHO, f"{name}.latency", worker.latency)
+            raise TypeError(f"{CALLER}: {name} must be a SimulatedWorker, got {type(worker).__name__}.")
+        check_duration(CALLER, f"{name}.step_seconds", worker.step_seconds)
+        check_number(CALLER, f"{name}.latency", worker.latency)
         if worker.bandwidth != math.inf:
-            check_number(WHO, f"{name}.bandwidth", worker.bandwidth, positive=True)
-        check_availability(WHO, name, worker.availability)
+            check_number(CALLER, f"{name}.bandwidth", worker.bandwidth, positive=True)
+        check_availability(CALLER, name, worker.availability)
     return workers
 
 
-def check_availability(who: str, name: str, availability: Sequence[tuple[float, float]]) -> None:
-    """Refuse periods that are not pairs of rising numbers, one period after the other."""
+def check_availability(caller: str, name: str, availability: Sequence[tuple[float, float]]) -> None:
+    """Refuse periods that are not pairs of numbers, or whose numbers do not increase from each to the next."""
     numbers = []
-    if isinstance(availability, Sequence) and all(isinstance(one, Sequence) and len(one) == 2 for one in availability):
+    if isinstance(availability, Sequence) and all(isinstance(p, Sequence) and len(p) == 2 for p in availability):
         numbers = [number for period in availability for number in period]
     if not numbers or not all(map(is_number, numbers)):
-        raise TypeError(f"{who}: {name}.availability must be a sequence of periods (from, to), got {availability!r}.")
+        raise TypeError(
+            f"{caller}: {name}.availability must be a sequence of periods (from, to), got {availability!r}."
+        )
     if not numbers[0] >= 0 or not all(a < b for a, b in itertools.pairwise(numbers)):
-        raise ValueError(f"{who}: {name}.availability must rise from at least 0, got {availability!r}.")
+        raise ValueError(f"{caller}: {name}.availability must rise from at least 0, got {availability!r}.")
 
 
 def _check_numbers(
     num_updates: int | None, until: float, message_bytes: float | None, server_seconds: float, seed: int
 ) -> None:
     if num_updates is not None:
-        check_count(WHO, "num_updates", num_updates, least=0)
+        check_count(CALLER, "num_updates", num_updates, minimum=0)
     if until != math.inf:
-        check_number(WHO, "until", until)
+        check_number(CALLER, "until", until)
     elif num_updates is None:
         fix = "pass num_updates, or until in seconds."
-        raise ValueError(format_error(WHO, "nothing says when to stop.", fix=fix))
+        raise ValueError(format_error(CALLER, "nothing says when to stop.", fix=fix))
     if message_bytes is not None:
-        check_number(WHO, "message_bytes", message_bytes)
-    check_number(WHO, "server_seconds", server_seconds)
-    check_count(WHO, "seed", seed, least=0)
+        check_number(CALLER, "message_bytes", message_bytes)
+    check_number(CALLER, "server_seconds", server_seconds)
+    check_count(CALLER, "seed", seed, minimum=0)
 
 
 _JOIN, _ARRIVE, _PUSH, _DIE = range(4)
 
 
 class Step(NamedTuple):
-    """A step in flight: its batch, and the parameters it started from."""
+    """A step in flight: its version, its clock, its batch, and the parameters from which it started."""
 
     version: int
     clock: int
@@ -205,7 +213,7 @@ class Step(NamedTuple):
 
 
 class EventLoop:
-    """A simulation: a queue of events in virtual time, and the `run` they go to, which is set before it is played."""
+    """A simulation: a queue of events in virtual time, and the `run` that they change, which must be set before use."""
 
     run: Run
 
@@ -219,50 +227,50 @@ class EventLoop:
     ):
         self.now, self.workers, self.transfers = 0.0, workers, transfers
         self.compute, self.server_seconds = compute, server_seconds
-        self.draws = [np.random.default_rng([seed, worker]) for worker in range(len(workers))]
+        self.generators = [np.random.default_rng([seed, worker]) for worker in range(len(workers))]
         self.incarnations = [0] * len(workers)  # counts deaths: messages of an earlier incarnation are lost
         self.steps: dict[int, Step] = {}
-        self.asking: dict[int, float] = {}  # who waits for the bound, in the order of asking, and since when
-        self.free_at = 0.0
-        self.count = 0
+        self.asked_at: dict[int, float] = {}  # worker between steps -> time since which it asks, in the order of asking
+        self.server_free_at = 0.0
+        self.num_scheduled = 0
         self.queue: list[tuple[float, int, int, int, int]] = []
-        for worker, what in enumerate(workers):
-            for start, end in what.availability:
+        for worker, simulated_worker in enumerate(workers):
+            for start, end in simulated_worker.availability:
                 self.schedule(start, _JOIN, worker, 0)
                 if end < math.inf:
                     self.schedule(end, _DIE, worker, 0)
 
-    def schedule(self, time: float, what: int, worker: int, incarnation: int) -> None:
-        """Put an event into the queue; of equal times, the first one put comes first."""
-        heapq.heappush(self.queue, (time, self.count, what, worker, incarnation))
-        self.count += 1
+    def schedule(self, time: float, kind: int, worker: int, incarnation: int) -> None:
+        """Put an event into the queue; events at the same time happen in the order of these calls."""
+        heapq.heappush(self.queue, (time, self.num_scheduled, kind, worker, incarnation))
+        self.num_scheduled += 1
 
-    def until(self, num_updates: int | None, end: float) -> str:
-        """Play until enough updates have been made, or the time has come, or nothing is left; say which."""
+    def run_until(self, num_updates: int | None, end: float) -> str:
+        """Process events; return "completed" after enough updates, "until" at the end time, "exhausted" without events."""
         while num_updates is None or self.run.state.version < num_updates:
             if not self.queue:
                 return "exhausted"
-            time, _, what, worker, incarnation = heapq.heappop(self.queue)
+            time, _, kind, worker, incarnation = heapq.heappop(self.queue)
             if time > end:
                 return "until"
             self.now = time
             slowest = self.run.state.clock.slowest
-            if what == _JOIN:
+            if kind == _JOIN:
                 self.run.join(worker)
                 self.compute.begin(worker, self.run.positions.of(worker))
-                self.asking[worker] = self.now
+                self.asked_at[worker] = self.now
                 self.ask(worker)
-            elif what == _DIE:
+            elif kind == _DIE:
                 if worker in self.run.state.clock.steps:
-                    self.drop(worker)
-            elif incarnation == self.incarnations[worker] and what == _ARRIVE:
-                self.free_at = max(time, self.free_at) + self.server_seconds
-                self.schedule(self.free_at, _PUSH, worker, incarnation)
+                    self.remove_worker(worker)
+            elif incarnation == self.incarnations[worker] and kind == _ARRIVE:
+                self.server_free_at = max(time, self.server_free_at) + self.server_seconds
+                self.schedule(self.server_free_at, _PUSH, worker, incarnation)
             elif incarnation == self.incarnations[worker]:
                 self.push(worker)
             while self.run.state.clock.slowest > slowest:
                 slowest = self.run.state.clock.slowest
-                for waiting in list(self.asking):
+                for waiting in list(self.asked_at):
                     self.ask(waiting)
         return "completed"
 
@@ -272,24 +280,25 @@ class EventLoop:
             return
         batch = self.compute.next_batch(worker)
         if batch is None:
-            self.drop(worker)
+            self.remove_worker(worker)
             return
-        event = self.run.pull(worker, self.asking.pop(worker))
+        event = self.run.pull(worker, self.asked_at.pop(worker))
         self.steps[worker] = Step(event.version, event.clock, self.run.params, batch)
-        compute = seconds_of(self.workers[worker].step_seconds, self.draws[worker])
-        pull, push = self.transfers[worker]
-        self.schedule(self.now + pull + compute + push, _ARRIVE, worker, self.incarnations[worker])
+        step_seconds = seconds_of(self.workers[worker].step_seconds, self.generators[worker])
+        pull_seconds, push_seconds = self.transfers[worker]
+        arrival = self.now + pull_seconds + step_seconds + push_seconds
+        self.schedule(arrival, _ARRIVE, worker, self.incarnations[worker])
 
     def push(self, worker: int) -> None:
         """Finish a step at the server."""
         step = self.steps.pop(worker)
         update = self.compute.update(worker, step.params, step.batch, step.clock)
         self.run.push(worker, update, step.version)
-        self.asking[worker] = self.now
+        self.asked_at[worker] = self.now
         self.ask(worker)
 
-    def drop(self, worker: int) -> None:
-        """Let a worker go, whatever it was doing."""
-        self.run.leave(worker, self.asking.pop(worker, None))
+    def remove_worker(self, worker: int) -> None:
+        """Remove a worker, and its step in flight if it has one."""
+        self.run.leave(worker, self.asked_at.pop(worker, None))
         self.incarnations[worker] += 1
         self.steps.pop(worker, None)

@@ -1,4 +1,4 @@
-"""Workers as threads of this process, each with devices of its own."""
+"""Workers as threads of this process, each on its own devices."""
 
 import threading
 import time
@@ -6,58 +6,58 @@ from collections.abc import Callable
 
 from shardopt.parameter_server.callbacks import Callbacks
 from shardopt.parameter_server.coordinator import Coordinator
-from shardopt.parameter_server.run import AsyncResult, Compute, Job, Run, RunSpec, snapshot
+from shardopt.parameter_server.run import AsyncResult, Compute, Job, Run, RunSpec, take_snapshot
 from shardopt.parameter_server.server import Server
-from shardopt.parameter_server.settings import settings_here
+from shardopt.parameter_server.settings import capture_settings
 from shardopt.parameter_server.views import show_workers
 from shardopt.parameter_server.worker import run_worker
 
 
 def run_on_threads(spec: RunSpec, server: Server, job: Job, callbacks: Callbacks) -> AsyncResult:
-    """Do a run; `server` is `spec.make_server(donate=True)`, whose programs stay compiled from run to run."""
+    """Train on threads; `server` is `spec.make_server(donate=True)`, whose programs stay compiled from run to run."""
     compute = spec.make_compute(job.batches_of, job.key)
     began = time.perf_counter()
     params = compute.on_server(job.params)
     run = Run(server, params, spec.settings(job.key), lambda: time.perf_counter() - began)
     callbacks.begin(run, params)
     if job.log_path is not None:
-        run.log.save(job.log_path)  # or a path that cannot be written would be noticed when all is done
+        run.log.save(job.log_path)  # so that a path that cannot be written is noticed before the training
     try:
         coordinator = Coordinator(run, job.num_updates, job.availability, callbacks.policy)
-        with show_workers(spec.who, shown=callbacks.progress) as callbacks.show:
-            run_threads(spec.who, coordinator, compute, callbacks.watch)
-        result = run.finish(coordinator.why(), **callbacks.metrics())
-        callbacks.finish(None if callbacks.checkpoints is None else snapshot(run))
+        with show_workers(spec.caller, shown=callbacks.progress) as callbacks.show:
+            run_threads(spec.caller, coordinator, compute, callbacks.watch)
+        result = run.finish(coordinator.end_reason(), **callbacks.metrics())
+        callbacks.finish(None if callbacks.checkpoints is None else take_snapshot(run))
         return result
     finally:
         if job.log_path is not None:
             run.log.save(job.log_path)
 
 
-def run_threads(who: str, coordinator: Coordinator, compute: Compute, watch: Callable[[Coordinator], None]) -> None:
-    """Work until all is over. Whatever ends it, every thread has ended when this returns.
+def run_threads(caller: str, coordinator: Coordinator, compute: Compute, watch: Callable[[Coordinator], None]) -> None:
+    """Run the worker threads until the run is over. However it ends, every thread has ended when this returns.
 
-    `watch(coordinator)` takes milestones away until nobody works, on the caller's thread. What a worker raised is
-    raised here, with its traceback and a note saying which worker it was.
+    `watch(coordinator)` handles milestones on the caller's thread until all workers have ended. An error that a worker
+    raised is raised here, with its traceback and a note that names the worker.
     """
-    settings, errors = settings_here(), []
+    settings, errors = capture_settings(), []
 
     def work(worker: int) -> None:
         try:
             with settings():
                 run_worker(coordinator, compute, worker)
-        except BaseException as error:  # the caller of run gets it
+        except BaseException as error:  # it is raised again on the caller's thread
             steps = coordinator.run.state.clock.steps
-            at = f" at its step {steps[worker]}" if worker in steps else ""
-            error.add_note(f"This happened in worker {worker} of {who}{at}.")
+            at_step = f" at its step {steps[worker]}" if worker in steps else ""
+            error.add_note(f"This happened in worker {worker} of {caller}{at_step}.")
             errors.append(error)
             coordinator.stop("failed")
         finally:
-            coordinator.done(worker)
+            coordinator.worker_ended(worker)
 
-    workers = sorted(coordinator.working)
+    workers = sorted(coordinator.running_workers)
     threads = [threading.Thread(target=work, args=(worker,), name=f"shardopt-worker-{worker}") for worker in workers]
-    if coordinator.over():
+    if coordinator.is_over():
         return
     try:
         for thread in threads:

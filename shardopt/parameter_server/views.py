@@ -1,4 +1,4 @@
-"""What the log of a run says: its summary, its timeline and a picture of it, and who is doing what right now."""
+"""Views of a run: the summary, the timeline and the plot of its log, and the current activity of its workers."""
 
 import os
 import sys
@@ -20,16 +20,20 @@ if TYPE_CHECKING:
 
 
 def summarize(log: Iterable[Event]) -> dict[str, Any]:
-    """Return the figures of a run: counts, rates, histograms and waiting times.
+    """Return the summary of a run: counts, rates, histograms and waiting times.
 
     Args:
       log: the event log.
 
     Returns:
-      A dict of "seconds"; "updates" (versions of the parameters) and "pushes" (of workers, refused ones not counted),
-      "refused"; "updates_per_second", "pushes_per_second"; "staleness" {clocks: pushes}; "delay" {versions: pushes};
-      "wait_seconds" (held back by the bound), "step_seconds" (from pull to push) and "data_seconds" (of its own, between
-      steps) {worker: seconds}.
+      A dict with these entries.
+
+      - "seconds", "updates" (versions of the parameters), "pushes" (without refused ones) and "refused";
+      - "updates_per_second" and "pushes_per_second";
+      - "staleness" {clocks: pushes} and "delay" {versions: pushes};
+      - "wait_seconds" {worker: seconds in which the bound held it back};
+      - "step_seconds" {worker: seconds between pulls and their pushes};
+      - "data_seconds" {worker: seconds between its steps, without waiting}.
 
     Example:
       >>> import shardopt as so
@@ -39,18 +43,18 @@ def summarize(log: Iterable[Event]) -> dict[str, Any]:
       {'seconds': 12.0, 'pushes': 8, 'staleness': {0: 8}, 'wait_seconds': {0: 8.0, 1: 0.0}}
     """
     staleness, delay, kinds = Counter(), Counter(), Counter()
-    seconds, updates, members = 0.0, 0, set()
+    seconds, updates, workers = 0.0, 0, set()
     events = list(log)
     for event in events:
         kinds[event.kind] += 1
         seconds, updates = event.time, event.version
-        members.add(event.worker)
+        workers.add(event.worker)
         if event.kind in ("push", "refuse"):
             staleness[event.staleness] += 1
             delay[event.delay] += 1
-    spent = {doing: dict.fromkeys(sorted(members), 0.0) for doing in ("wait", "step", "data", "lost")}
+    seconds_doing = {doing: dict.fromkeys(sorted(workers), 0.0) for doing in ("wait", "step", "data", "lost")}
     for segment in timeline(events):
-        spent[segment.doing][segment.worker] += segment.end - segment.start
+        seconds_doing[segment.doing][segment.worker] += segment.end - segment.start
     rate = 1 / seconds if seconds > 0 else 0.0
     return {
         "seconds": seconds,
@@ -61,25 +65,25 @@ def summarize(log: Iterable[Event]) -> dict[str, Any]:
         "pushes_per_second": kinds["push"] * rate,
         "staleness": dict(sorted(staleness.items())),
         "delay": dict(sorted(delay.items())),
-        "wait_seconds": spent["wait"],
-        "step_seconds": spent["step"],
-        "data_seconds": spent["data"],
+        "wait_seconds": seconds_doing["wait"],
+        "step_seconds": seconds_doing["step"],
+        "data_seconds": seconds_doing["data"],
     }
 
 
 _SHORTEST = 1e-9
-"""Seconds; what is shorter is the rounding of a difference of times."""
+"""Seconds; a shorter segment is only a rounding error of a difference of times."""
 
 
 class Segment(NamedTuple):
-    """A stretch of a worker's time.
+    """A period of a worker's time.
 
     Attributes:
-      worker: whose.
-      doing: "step", from a pull to the push (transfers included); "lost", a step that was never pushed; "wait", held
-        back by the bound; "data", between its steps with something of its own, such as its next batch.
+      worker: the number of the worker.
+      doing: "step", from a pull to its push, with transfers; "lost", a step that was never pushed; "wait", when the bound
+        held it back; "data", between its steps without waiting, for instance while it loads its next batch.
       start: seconds since the run began.
-      end: the same.
+      end: seconds since the run began.
     """
 
     worker: int
@@ -89,7 +93,7 @@ class Segment(NamedTuple):
 
 
 def timeline(log: Iterable[Event]) -> list[Segment]:
-    """Return who computed and who waited when, from a log, in the order in which the stretches end.
+    """Return the periods in which each worker computed or waited, in the order of their ends.
 
     Example:
       >>> import shardopt as so
@@ -98,28 +102,28 @@ def timeline(log: Iterable[Event]) -> list[Segment]:
       Segment(worker=0, doing='step', start=0.0, end=1.0)
     """
     segments: list[Segment] = []
-    since: dict[int, tuple[str, float]] = {}  # worker -> in a "step" or between steps, and from when on
-    last = 0.0
+    since: dict[int, tuple[str, float]] = {}  # worker -> ("step" or "between" steps, the time since which it is)
+    last_time = 0.0
 
     def add(worker: int, doing: str, start: float, end: float) -> None:
         if end - start > _SHORTEST:
             segments.append(Segment(worker, doing, start, end))
 
     for event in log:
-        worker, last = event.worker, event.time
+        worker, last_time = event.worker, event.time
         if worker in since:
-            was, start = since.pop(worker)
-            if was == "step":
-                add(worker, "lost" if event.kind in ("leave", "resume") else "step", start, last)
+            activity, start = since.pop(worker)
+            if activity == "step":
+                add(worker, "lost" if event.kind in ("leave", "resume") else "step", start, last_time)
             else:
-                asked = last - event.waited
-                asked = start if asked - start <= _SHORTEST else asked
-                add(worker, "data", start, asked)
-                add(worker, "wait", asked, last)
+                asked_at = last_time - event.waited
+                asked_at = start if asked_at - start <= _SHORTEST else asked_at
+                add(worker, "data", start, asked_at)
+                add(worker, "wait", asked_at, last_time)
         if event.kind != "leave":
-            since[worker] = ("step" if event.kind == "pull" else "between", last)
-    for worker, (was, start) in sorted(since.items()):
-        add(worker, "lost" if was == "step" else "wait", start, last)
+            since[worker] = ("step" if event.kind == "pull" else "between", last_time)
+    for worker, (activity, start) in sorted(since.items()):
+        add(worker, "lost" if activity == "step" else "wait", start, last_time)
     return segments
 
 
@@ -131,18 +135,18 @@ _NAMES = {
     "lost": "step never pushed",
 }
 _INK, _IDLE = "#22272e", "#eceef2"
-_MOST = 64  # rows that can be told apart
+_MAX_ROWS = 64  # more rows cannot be told apart
 
 
 def plot_timeline(
     log: Iterable[Event], path: str | os.PathLike[str] | None = None, *, until: float | None = None
 ) -> "Figure":
-    """Draw who computed and who waited when.
+    """Plot the periods in which each worker computed or waited.
 
     Args:
       log: the event log of a run, or of a simulation.
-      path: where to write the picture; the ending says in which format.
-      until: draw this many seconds from the start; by default all.
+      path: the file to write the picture to; its suffix gives the format.
+      until: plot this many seconds from the start; by default all.
 
     Returns:
       The matplotlib figure.
@@ -156,28 +160,28 @@ def plot_timeline(
       >>> plot_timeline(result.log).axes[0].get_title(loc="left")
       '3 updates in 3 s, 2 workers'
     """
-    events, who = list(log), "plot_timeline"
-    require("matplotlib", extra="plot", who=who)
+    events, caller = list(log), "plot_timeline"
+    require("matplotlib", extra="plot", caller=caller)
     from matplotlib.figure import Figure  # not pyplot: no backend, no window, nothing to close
     from matplotlib.patches import Patch
 
     workers = sorted({event.worker for event in events})
     if not events:
-        raise ValueError(f"{who}: the log has no events.")
-    if len(workers) > _MOST:
-        what = f"{len(workers)} workers are more rows than can be told apart, at most {_MOST}."
-        raise ValueError(format_error(who, what, fix="pick some: [event for event in log if event.worker < 32]."))
-    figures, segments = summarize(events), timeline(events)
-    end = figures["seconds"] if until is None else until
+        raise ValueError(f"{caller}: the log has no events.")
+    if len(workers) > _MAX_ROWS:
+        problem = f"{len(workers)} workers are more rows than can be told apart, at most {_MAX_ROWS}."
+        raise ValueError(format_error(caller, problem, fix="pick some: [event for event in log if event.worker < 32]."))
+    summary, segments = summarize(events), timeline(events)
+    end = summary["seconds"] if until is None else until
     figure = Figure(figsize=(11, 0.34 * len(workers) + 1.5), dpi=160, layout="constrained")
     axes = figure.add_subplot()
     for row, worker in enumerate(workers):
         axes.broken_barh([(0, end)], (row - 0.4, 0.8), facecolor=_IDLE, zorder=0)
         for doing, color in _COLORS.items():
-            mine = [one for one in segments if (one.worker, one.doing) == (worker, doing) and one.start < end]
-            bars = [(one.start, min(one.end, end) - one.start) for one in mine]
+            row_segments = [s for s in segments if (s.worker, s.doing) == (worker, doing) and s.start < end]
+            bars = [(segment.start, min(segment.end, end) - segment.start) for segment in row_segments]
             axes.broken_barh(bars, (row - 0.4, 0.8), facecolor=color, edgecolor="white", linewidth=0.3)
-    _dress(axes, workers, figures, end)
+    _style_axes(axes, workers, summary, end)
     handles = [Patch(facecolor=color, label=_NAMES[doing]) for doing, color in _COLORS.items()]
     handles.append(Patch(facecolor=_IDLE, label="not there"))
     figure.legend(handles=handles, loc="outside lower left", ncols=5, frameon=False, fontsize=8, labelcolor=_INK)
@@ -186,8 +190,8 @@ def plot_timeline(
     return figure
 
 
-def _dress(axes: "Axes", workers: list[int], figures: dict[str, Any], end: float) -> None:
-    title = f"{figures['updates']} updates in {figures['seconds']:.3g} s, {len(workers)} workers"
+def _style_axes(axes: "Axes", workers: list[int], summary: dict[str, Any], end: float) -> None:
+    title = f"{summary['updates']} updates in {summary['seconds']:.3g} s, {len(workers)} workers"
     axes.set_title(title, loc="left", color=_INK, fontsize=11, fontweight="bold")
     axes.set_xlim(0, end or 1.0)
     axes.set_ylim(len(workers) - 0.5, -0.5)
@@ -198,16 +202,16 @@ def _dress(axes: "Axes", workers: list[int], figures: dict[str, Any], end: float
 
 
 class WorkerStatus(NamedTuple):
-    """One worker.
+    """The current activity of one worker.
 
     Attributes:
-      worker: its number.
-      doing: "computes", "waits" (held back by the bound), "loads" (between its steps, by itself) or "gone".
-      seconds: since when it is doing that.
-      clock: the step that it is at.
+      worker: the number of the worker.
+      doing: "computes", "waits" (held back by the bound), "loads" (between its steps, without waiting) or "gone".
+      seconds: for how long it has been doing that.
+      clock: the number of its current step.
       staleness: by how many clocks it was ahead of the slowest when it began its last step.
-      pushes: taken from it so far; refused ones not counted.
-      waited: for how many seconds the bound has held it back.
+      pushes: the pushes taken from it so far, without refused ones.
+      waited: the seconds for which the bound has held it back.
       is_new: whether it has pushed nothing since it joined, and may be compiling.
     """
 
@@ -222,13 +226,13 @@ class WorkerStatus(NamedTuple):
 
 
 class Status(NamedTuple):
-    """A run at one moment.
+    """The state of a run at one moment.
 
     Attributes:
-      seconds: since it began.
-      updates: made by the server.
-      num_updates: to be made.
-      workers: all that ever joined, in order.
+      seconds: seconds since the run began.
+      updates: updates that the server has made.
+      num_updates: updates that the server will make in total.
+      workers: all workers that ever joined, in order.
     """
 
     seconds: float
@@ -238,7 +242,7 @@ class Status(NamedTuple):
 
 
 class WorkerStats:
-    """What the events so far say of each worker.
+    """The last event, the pushes and the waiting time of each worker, from the events so far.
 
     Example:
       >>> stats = WorkerStats([Event("join", 3, 0, 0, 0, time=1.0), Event("pull", 3, 0, 0, 0, time=2.5, waited=0.5)])
@@ -247,117 +251,121 @@ class WorkerStats:
     """
 
     def __init__(self, events: Iterable[Event] = ()):
-        self._last: dict[int, Event] = {}
+        self._last_event: dict[int, Event] = {}
         self._pushes: dict[int, int] = {}
         self._waited: dict[int, float] = {}
-        self._ahead: dict[int, int] = {}
+        self._staleness: dict[int, int] = {}
         self._new: set[int] = set()
         for event in events:
             self.record(event)
 
     def record(self, event: Event) -> None:
-        """Take note of one more event."""
+        """Count an event."""
         worker = event.worker
-        self._last[worker] = event
+        self._last_event[worker] = event
         self._pushes[worker] = self._pushes.get(worker, 0) + (event.kind == "push")
         self._waited[worker] = self._waited.get(worker, 0.0) + event.waited
         if event.kind == "pull":
-            self._ahead[worker] = event.staleness
+            self._staleness[worker] = event.staleness
         elif event.kind in ("join", "resume"):
             self._new.add(worker)
         else:
             self._new.discard(worker)
 
     def workers(self, now: float, waits: Callable[[int], bool]) -> tuple[WorkerStatus, ...]:
-        """Return the workers as they are; `waits(worker)`: would the bound hold back one that is between its steps?"""
+        """Return the current status of each worker; `waits(worker)`: does the bound hold back a worker between its steps?"""
 
-        def one(worker: int) -> WorkerStatus:
-            last = self._last[worker]
-            between = "waits" if last.kind not in ("pull", "leave") and waits(worker) else "loads"
-            doing = {"pull": "computes", "leave": "gone"}.get(last.kind, between)
-            at = last.clock + (last.kind in ("push", "refuse"))
-            ahead = self._ahead.get(worker, 0)
+        def status_of(worker: int) -> WorkerStatus:
+            last = self._last_event[worker]
+            between_steps = "waits" if last.kind not in ("pull", "leave") and waits(worker) else "loads"
+            doing = {"pull": "computes", "leave": "gone"}.get(last.kind, between_steps)
+            step = last.clock + (last.kind in ("push", "refuse"))
+            staleness = self._staleness.get(worker, 0)
             pushes, waited = self._pushes[worker], self._waited[worker]
-            return WorkerStatus(worker, doing, now - last.time, at, ahead, pushes, waited, worker in self._new)
+            return WorkerStatus(worker, doing, now - last.time, step, staleness, pushes, waited, worker in self._new)
 
-        return tuple(one(worker) for worker in sorted(self._last))
+        return tuple(status_of(worker) for worker in sorted(self._last_event))
 
 
 class Show(Protocol):
-    """Shows a run, as often as one likes: `status()` is called only when something is to be shown."""
+    """Shows a run. It may be called very often, and calls `status()` only when it shows the result."""
 
     def __call__(self, status: Callable[[], Status], last: bool = False) -> None:
-        """Show it if it is time, and in any case if it is the `last`."""
+        """Show the status if enough time has passed since the previous one, or if it is the `last`."""
         ...
 
 
 _TABLE_SECONDS, _LINE_SECONDS = 0.25, 10.0
-_MOST_ROWS = 32
+_MAX_TABLE_ROWS = 32
 _STYLES = {"computes": "green", "waits": "yellow", "loads": "blue", "gone": "dim"}
 
 
 @contextmanager
-def show_workers(who: str, *, shown: bool, console: "Console | None" = None) -> Iterator[Show]:
-    """Show a run for as long as the context lasts."""
+def show_workers(caller: str, *, shown: bool, console: "Console | None" = None) -> Iterator[Show]:
+    """Show a run as long as the context lasts: as a table on a terminal, elsewhere as lines."""
     if not shown:
         yield lambda status, last=False: None
         return
     if console is None and not is_installed("rich"):
-        yield _now_and_then(
-            _LINE_SECONDS, lambda status: print(progress_line(who, status), file=sys.stderr, flush=True)
+        yield _show_every(
+            _LINE_SECONDS, lambda status: print(progress_line(caller, status), file=sys.stderr, flush=True)
         )
         return
     from rich.console import Console
 
-    out = console or Console(stderr=True)
-    if not (out.is_terminal or out.is_jupyter):
-        yield _now_and_then(
-            _LINE_SECONDS, lambda status: out.print(progress_line(who, status), markup=False, highlight=False)
+    output = console or Console(stderr=True)
+    if not (output.is_terminal or output.is_jupyter):
+        yield _show_every(
+            _LINE_SECONDS, lambda status: output.print(progress_line(caller, status), markup=False, highlight=False)
         )
         return
     from rich.live import Live
 
-    with Live(console=out, auto_refresh=False) as live:
-        yield _now_and_then(_TABLE_SECONDS, lambda status: live.update(progress_table(who, status), refresh=True))
+    with Live(console=output, auto_refresh=False) as live:
+        yield _show_every(_TABLE_SECONDS, lambda status: live.update(progress_table(caller, status), refresh=True))
 
 
-def progress_line(who: str, status: Status) -> str:
-    """Return a run as one line."""
-    doing = Counter(one.doing for one in status.workers)
-    workers = ", ".join(f"{count} {what.removesuffix('s') if count > 1 else what}" for what, count in doing.items())
-    return f"{who}: update {status.updates}/{status.num_updates}  {_rate(status):.4g} pushes/s  workers: {workers}"
+def progress_line(caller: str, status: Status) -> str:
+    """Return the state of a run as one line."""
+    activities = Counter(worker.doing for worker in status.workers)
+    workers = ", ".join(
+        f"{count} {doing.removesuffix('s') if count > 1 else doing}" for doing, count in activities.items()
+    )
+    return f"{caller}: update {status.updates}/{status.num_updates}  {_rate(status):.4g} pushes/s  workers: {workers}"
 
 
-def progress_table(who: str, status: Status) -> "Table":
-    """Return a run as a table, one row a worker; of more than 32 those that pushed least."""
+def progress_table(caller: str, status: Status) -> "Table":
+    """Return the state of a run as a table with one row per worker: at most the 32 that have pushed least."""
     from rich.table import Table
 
     seconds = max(status.seconds, 1e-9)
-    title = f"{who}: update {status.updates} of {status.num_updates}, {_rate(status):.4g} pushes/s, {seconds:.0f} s"
-    found = Table(title=title, title_justify="left")
+    title = f"{caller}: update {status.updates} of {status.num_updates}, {_rate(status):.4g} pushes/s, {seconds:.0f} s"
+    table = Table(title=title, title_justify="left")
     for name in ("worker", "doing", "for s", "step", "ahead", "pushes", "pushes/s", "waited"):
-        found.add_column(name, justify="left" if name == "doing" else "right")
-    slowest = sorted(status.workers, key=lambda one: one.pushes)[:_MOST_ROWS]
-    for one in sorted(slowest):
-        numbers = (one.clock, one.staleness, one.pushes, f"{one.pushes / seconds:.3g}", f"{one.waited / seconds:.0%}")
-        doing = f"[{_STYLES[one.doing]}]{one.doing}[/]"
-        found.add_row(str(one.worker), doing, f"{one.seconds:.1f}", *map(str, numbers))
-    if len(status.workers) > _MOST_ROWS:
-        found.caption = f"and {len(status.workers) - _MOST_ROWS} more"
-    return found
+        table.add_column(name, justify="left" if name == "doing" else "right")
+    slowest = sorted(status.workers, key=lambda worker: worker.pushes)[:_MAX_TABLE_ROWS]
+    for worker in sorted(slowest):
+        rate, waited = f"{worker.pushes / seconds:.3g}", f"{worker.waited / seconds:.0%}"
+        numbers = (worker.clock, worker.staleness, worker.pushes, rate, waited)
+        doing = f"[{_STYLES[worker.doing]}]{worker.doing}[/]"
+        table.add_row(str(worker.worker), doing, f"{worker.seconds:.1f}", *map(str, numbers))
+    if len(status.workers) > _MAX_TABLE_ROWS:
+        table.caption = f"and {len(status.workers) - _MAX_TABLE_ROWS} more"
+    return table
 
 
 def _rate(status: Status) -> float:
-    return sum(one.pushes for one in status.workers) / max(status.seconds, 1e-9)
+    """Return the pushes per second of all workers together."""
+    return sum(worker.pushes for worker in status.workers) / max(status.seconds, 1e-9)
 
 
-def _now_and_then(seconds: float, show: Callable[[Status], None]) -> Show:
-    shown = [-float("inf")]
+def _show_every(seconds: float, show: Callable[[Status], None]) -> Show:
+    last_shown = [-float("inf")]
 
-    def maybe(status: Callable[[], Status], last: bool = False) -> None:
+    def show_if_due(status: Callable[[], Status], last: bool = False) -> None:
         now = time.monotonic()
-        if last or now - shown[0] >= seconds:
-            shown[0] = now
+        if last or now - last_shown[0] >= seconds:
+            last_shown[0] = now
             show(status())
 
-    return maybe
+    return show_if_due

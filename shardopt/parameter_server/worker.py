@@ -1,11 +1,12 @@
-"""A worker from beginning to end, wherever it is: enter, pull, compute the gradient of a batch, push."""
+"""The loop of a worker, in a thread or a process: enter, pull, compute the gradient of a batch, push."""
 
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -26,20 +27,20 @@ from shardopt.mesh import make_mesh, on_mesh
 from shardopt.parameter_server.rules import Rule, plain
 from shardopt.parameter_server.run import BatchesOf, Compute, RunSpec
 from shardopt.parameter_server.server import make_server
-from shardopt.parameter_server.settings import settings_here
+from shardopt.parameter_server.settings import capture_settings
 from shardopt.parameter_server.sharded import Devices, check_shardable
-from shardopt.parameter_server.sparse import check_matches, is_rows, shrink
-from shardopt.parameter_server.updates import Update, check_params, finiteness, merge, trained
+from shardopt.parameter_server.sparse import check_matches, is_rows, to_sparse_rows
+from shardopt.parameter_server.updates import Update, check_params, finiteness, replace_trained, trained
 from shardopt.reducers import Compressor, CompressorState, Reducer, compressor
 from shardopt.reducers.reducer import check_reducer
 
 if TYPE_CHECKING:
-    from shardopt.parameter_server.coordinator import Task
-    from shardopt.parameter_server.ray_groups import Asks
+    from shardopt.parameter_server.coordinator import WorkerTask
+    from shardopt.parameter_server.ray_groups import CoordinatorClient
 
 
-def run_worker(coordinator: "Asks", compute: Compute, worker: int, incarnation: int = 0) -> None:
-    """Work in every period of a worker's availability; `incarnation` counts how often it was started again."""
+def run_worker(coordinator: "CoordinatorClient", compute: Compute, worker: int, incarnation: int = 0) -> None:
+    """Run a worker through all its periods of availability; `incarnation` is the number of its restarts."""
     if compute.ahead is not None:
         run_ahead(coordinator, compute, compute.ahead, worker, incarnation)
         return
@@ -56,17 +57,21 @@ def run_worker(coordinator: "Asks", compute: Compute, worker: int, incarnation: 
 
 
 def run_ahead(
-    coordinator: "Asks", compute: Compute, ahead: Callable[[int, PyTree], None], worker: int, incarnation: int
+    coordinator: "CoordinatorClient",
+    compute: Compute,
+    ahead: Callable[[int, PyTree], None],
+    worker: int,
+    incarnation: int,
 ) -> None:
-    """Work as `run_worker`, but take the first steps of a round while the push before it and its pull travel."""
-    wire, settings = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"wire-{worker}"), settings_here()
+    """Run a worker like `run_worker`, but take the first steps of a round while its pull and the previous push travel."""
+    communicator, settings = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"wire-{worker}"), capture_settings()
 
     def send(update: Update | None, version: int) -> bool:
         with settings():
             return coordinator.push(worker, incarnation, update, version)
 
-    def pull(pushed: "Future[bool] | None", ready: bool) -> "Task | None":
-        if pushed is not None and not pushed.result():  # which has ended: one thing travels at a time
+    def pull(pushed: "Future[bool] | None", ready: bool) -> "WorkerTask | None":
+        if pushed is not None and not pushed.result():  # the communicator has one thread, so the push has ended
             return None
         with settings():
             return coordinator.pull(worker, incarnation, ready)
@@ -77,20 +82,20 @@ def run_ahead(
             pushed = None
             while True:
                 batch = compute.next_batch(worker)
-                asked = wire.submit(pull, pushed, batch is not None)
+                pulled = communicator.submit(pull, pushed, batch is not None)
                 if batch is not None:
                     ahead(worker, batch)
-                task = asked.result()
+                task = pulled.result()
                 if task is None:
                     break
                 update = compute.update(worker, task.params, batch, task.clock)
-                pushed = wire.submit(send, update, task.version)
+                pushed = communicator.submit(send, update, task.version)
     finally:
-        wire.shutdown(wait=False)  # after an error the server may never answer
+        communicator.shutdown(wait=False)  # without waiting, because after an error the server may never answer
 
 
 def sgd_spec(
-    who: str,
+    caller: str,
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
     workers: Sequence[Mesh] | Sequence[int],
@@ -103,16 +108,17 @@ def sgd_spec(
     servers: int = 1,
     devices: Devices = (),
 ) -> RunSpec:
-    """Describe a run whose workers push gradients; the arguments are those of `async_sgd`.
+    """Return the description of a run whose workers push gradients; arguments as in `async_sgd`, except for two.
 
-    `workers` are the mesh of each, or how many devices each has in a process of its own; `devices` where servers are.
+    `workers` has the mesh of each worker, or the number of devices of each worker's process. `devices` are the devices
+    of the servers.
     """
-    make_gradients(who, tx, loss_fn, meshes_here(workers[:1])[0], None)  # checks the optimizer and the loss
-    codec = check_codec(who, reducer, sparse)
+    make_gradients(caller, tx, loss_fn, local_meshes(workers[:1])[0], None)  # checks the optimizer and the loss
+    codec = check_codec(caller, reducer, sparse)
     header = {"devices": [worker.size if isinstance(worker, Mesh) else int(worker) for worker in workers]}
     header |= {"sparse": list(sparse)} if sparse else {}
     return RunSpec(
-        who,
+        caller,
         len(workers),
         partial(
             make_server,
@@ -124,7 +130,7 @@ def sgd_spec(
             servers=servers,
             devices=devices,
         ),
-        partial(make_compute, who, tx, loss_fn, workers, sparse, codec, max_staleness == 0),
+        partial(make_compute, caller, tx, loss_fn, workers, sparse, codec, max_staleness == 0),
         header | codec_header(codec),
         check_params=partial(check_sgd_params, tx, rule, servers),
         servers=int(servers),
@@ -132,22 +138,22 @@ def sgd_spec(
 
 
 def check_sgd_params(
-    tx: optax.GradientTransformation, rule: Rule | None, servers: int, who: str, params: PyTree
+    tx: optax.GradientTransformation, rule: Rule | None, servers: int, caller: str, params: PyTree
 ) -> None:
-    """Refuse what is no pytree of arrays with something to train in it, and random keys, which nothing would change.
+    """Refuse parameters that cannot be trained, or that have random keys, which no update would change.
 
     Raises:
       TypeError: if a leaf is not an array or a number.
-      ValueError: if no leaf is floating, one is a random key, or several servers cannot share them.
+      ValueError: if no leaf is floating, a leaf is a random key, or several servers cannot share the parameters.
     """
-    check_params(who, params)
-    check_keys(who, abstract(params))
+    check_params(caller, params)
+    check_keys(caller, abstract(params))
     if servers > 1:
-        check_shardable(who, tx, plain() if rule is None else rule, params, servers)
+        check_shardable(caller, tx, plain() if rule is None else rule, params, servers)
 
 
-def meshes_here(workers: Sequence[Mesh] | Sequence[int]) -> list[Mesh]:
-    """Return the mesh of each worker, in this process also of those that have a process of their own."""
+def local_meshes(workers: Sequence[Mesh] | Sequence[int]) -> list[Mesh]:
+    """Return a mesh of this process for each worker, also for workers that run in other processes."""
     devices = jax.local_devices()
     return [
         worker
@@ -158,7 +164,7 @@ def meshes_here(workers: Sequence[Mesh] | Sequence[int]) -> list[Mesh]:
 
 
 def make_compute(
-    who: str,
+    caller: str,
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
     workers: Sequence[Mesh] | Sequence[int],
@@ -169,149 +175,155 @@ def make_compute(
     key: np.ndarray,
     worker: int | None = None,
 ) -> Compute:
-    """Return workers that push the gradient of a batch: all, or one on all devices of its process; see `sgd_spec`.
+    """Return workers that push the gradient of a batch: all workers, or one on all devices of its process; see `sgd_spec`.
 
-    If they are synchronous, the loss must be a mean over the batches of all workers.
+    If the workers are synchronous, the loss must be a mean over the batches of all workers.
     """
     if worker is None:
-        meshes = dict(enumerate(meshes_here(workers)))
+        meshes = dict(enumerate(local_meshes(workers)))
     else:
         meshes = {worker: make_mesh(data=-1, devices=jax.local_devices())}
-    first = next(iter(meshes.values()))
-    streams, compressors = Streams(who, batches_of), make_compressors(codec)
-    gradients, home = (
-        make_gradients(who, tx, loss_fn, first, key, together=len(workers) if synchronous else 1),
-        first.devices.flat[0],
+    first_mesh = next(iter(meshes.values()))
+    streams, compressors = Streams(caller, batches_of), WorkerCompressors(codec)
+    gradients, server_device = (
+        make_gradients(caller, tx, loss_fn, first_mesh, key, num_workers=len(workers) if synchronous else 1),
+        first_mesh.devices.flat[0],
     )
 
     def update(worker: int, params: PyTree, batch: PyTree, clock: int) -> Update:
         if sparse:
-            check_matches(who, sparse, trained(params))
-        found = gradients(meshes[worker], params, batch, worker, clock)
+            check_matches(caller, sparse, trained(params))
+        update = gradients(meshes[worker], params, batch, worker, clock)
         if sparse:
-            found = found._replace(grads=shrink(found.grads, sparse))
-        if codec is not None:  # on one of the worker's devices: all have the same gradient
-            found = compressors.encode(worker, to_device(found, meshes[worker].devices.flat[0]))
-        return jax.block_until_ready(to_device(found, home))
+            update = update._replace(grads=to_sparse_rows(update.grads, sparse))
+        if codec is not None:  # on the first device of the worker: all its devices have the same gradient
+            update = compressors.encode(worker, to_device(update, meshes[worker].devices.flat[0]))
+        return jax.block_until_ready(to_device(update, server_device))
 
     def begin(worker: int, position: int) -> None:
         streams.begin(worker, position)
         compressors.begin(worker)
 
-    return Compute(begin, streams.next_batch, update, lambda tree: jax.device_put(tree, home))
+    return Compute(begin, streams.next_batch, update, lambda tree: jax.device_put(tree, server_device))
 
 
 def no_compute(*_: object) -> Compute:
-    """Return workers that compute nothing and never run out of it."""
+    """Return workers that compute nothing and have endless empty batches."""
     return Compute(lambda worker, position: None, lambda worker: (), lambda *_: None, lambda tree: tree)
 
 
 Gradients = Callable[[Mesh, PyTree, PyTree, int, int], Update]
-"""`(mesh, params, batch, worker, clock) -> Update`, computed on that mesh."""
+"""`(mesh, params, batch, worker, clock) -> Update`, computed on this mesh."""
 
 
 def make_gradients(
-    who: str,
+    caller: str,
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
     mesh: Mesh,
     rng: np.ndarray | None,
     *,
-    together: int = 1,
+    num_workers: int = 1,
 ) -> Gradients:
-    """Return what computes an update, on any mesh whose devices share the rows of the batch.
+    """Return a function that computes an update, on any mesh whose devices share the rows of the batch.
 
-    The gradient is taken in the global view, of the loss total over all rows. A loss with `rng` gets a key of its own
-    for each clock and worker: the very one that `ddp` gives device `worker` at step `clock`.
+    It differentiates the loss total over all rows, in the global view. A loss with `rng` gets another key for each
+    clock and worker: the same key that `ddp` gives device `worker` at step `clock`.
 
     Args:
-      who: the function that the user called, for messages.
+      caller: the function that the user called, for messages.
       tx: the optimizer, which is checked.
       loss_fn: the loss.
-      mesh: a mesh of the kind that is used.
+      mesh: a mesh like the meshes that the function will get.
       rng: the random key, as numbers.
-      together: the batches of how many workers the loss must be the mean over.
+      num_workers: the loss must be a mean over the batches of so many workers.
     """
-    check = make_check(together)
+    check_loss = make_loss_check(num_workers)
     prepared: dict[Mesh, tuple[StrategyConfig, Callable[..., Update]]] = {}
     programs: dict[jax.sharding.AbstractMesh, Callable[..., Update]] = {}
 
     def prepare(mesh: Mesh) -> tuple[StrategyConfig, Callable[..., Update]]:
-        config = check_config(StrategyConfig(who, tx, mesh, loss_fn, DDP, view="global"))
+        config = check_config(StrategyConfig(caller, tx, mesh, loss_fn, DDP, view="global"))
         program = jax.jit(on_mesh(config.mesh, _program(config)))
-        # Threads may come here at once: whoever is first leaves what all of them use.
+        # Several threads may be here at once: all of them use the program of the first one.
         return prepared.setdefault(mesh, (config, programs.setdefault(config.mesh.abstract_mesh, program)))
 
     def run(mesh: Mesh, params: PyTree, batch: PyTree, worker: int, clock: int) -> Update:
         config, program = prepared.get(mesh) or prepare(mesh)
-        batch = as_arrays(who, batch)
+        batch = as_arrays(caller, batch)
         check_batch(config, batch)
-        check(config, params, batch)
+        check_loss(config, params, batch)
         params = jax.device_put(params, NamedSharding(config.mesh, PartitionSpec()))
         batch = place_batch(config, batch)
-        found = program(params, batch, rng, np.int32(worker), np.int32(clock))
-        return found._replace(rows=num_rows(config, batch))
+        update = program(params, batch, rng, np.int32(worker), np.int32(clock))
+        return update._replace(rows=num_rows(config, batch))
 
     prepare(mesh)
     return run
 
 
-def make_check(together: int) -> Callable[[StrategyConfig, PyTree, PyTree], None]:
-    """Return what refuses a loss whose gradient the pushes of workers do not add up to, once for each shape of a batch.
+def make_loss_check(num_workers: int) -> Callable[[StrategyConfig, PyTree, PyTree], None]:
+    """Return a function that refuses a loss whose gradient is not the sum of the pushes; it checks each batch shape once.
 
     Args:
-      together: how many workers there are.
+      num_workers: the number of workers whose pushes are averaged.
     """
-    settled: set[object] = set()
+    checked: set[object] = set()
 
     def check(config: StrategyConfig, params: PyTree, batch: PyTree) -> None:
         shapes = abstract((params, batch))
         key = jax.tree.structure(shapes), *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(shapes))
-        if key in settled:
+        if key in checked:
             return
         rng = jax.eval_shape(lambda: jax.random.key(0)) if takes_rng(config.loss_fn) else None
-        if weight := find_trained_weight(config.loss_fn, *shapes, who=config.strategy, key=rng):
-            what = f"{weight} of so.Weighted depends on the parameters, and a push has the gradient of the total only."
+        if weight := find_trained_weight(config.loss_fn, *shapes, caller=config.strategy, key=rng):
+            problem = (
+                f"{weight} of so.Weighted depends on the parameters, and a push has the gradient of the total only."
+            )
             fix = "stop_gradient on the weight, if its gradient is not wanted; or so.ddp, which takes it exactly."
-            raise NotSeparableError(format_error(config.strategy, what, fix=fix))
-        if together > 1 and len(row_counts(config, batch)) == 1:
-            _check_mean(config, shapes[0], shapes[1], together, rng)
-        settled.add(key)
+            raise NotSeparableError(format_error(config.strategy, problem, fix=fix))
+        if num_workers > 1 and len(row_counts(config, batch)) == 1:
+            _check_mean(config, shapes[0], shapes[1], num_workers, rng)
+        checked.add(key)
 
     return check
 
 
-def _check_mean(config: StrategyConfig, params: PyTree, batch: PyTree, together: int, rng: jax.Array | None) -> None:
-    union = resized(config, batch, rows=together * num_rows(config, batch))
+def _check_mean(config: StrategyConfig, params: PyTree, batch: PyTree, num_workers: int, rng: jax.Array | None) -> None:
+    union = resized(config, batch, rows=num_workers * num_rows(config, batch))
     dims = [row_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(union)]
-    mixing = find_mixing(config.loss_fn, params, union, pieces=together, dims=dims, who=config.strategy, key=rng)
+    mixing = find_mixing(config.loss_fn, params, union, pieces=num_workers, dims=dims, caller=config.strategy, key=rng)
     if mixing is None:
         return
-    what = (
-        f"{mixing.result} is not shown to be a (weighted) mean over rows, so with max_staleness=0 {together} workers could train on "
+    problem = (
+        f"{mixing.result} is not shown to be a (weighted) mean over rows, so with max_staleness=0 {num_workers} workers could train on "
         f"another than so.ddp: {mixing.reason}"
     )
     fix = "so.ddp, which sees all rows; or max_staleness=1, with which the loss is that of each worker's own batch."
-    raise NotSeparableError(format_error(config.strategy, what, mixing.lines, fix), operation=mixing.operation)
+    raise NotSeparableError(format_error(config.strategy, problem, mixing.lines, fix), operation=mixing.operation)
 
 
 def _program(config: StrategyConfig) -> Callable[..., Update]:
-    who, loss_fn = config.strategy, config.loss_fn
+    caller, loss_fn = config.strategy, config.loss_fn
 
     def program(params: PyTree, batch: PyTree, rng: jax.Array, worker: jax.Array, clock: jax.Array) -> Update:
         key = _key(loss_fn, rng, worker, clock)
 
-        def total(part: PyTree) -> tuple[jax.Array, LossParts]:
-            parts = _loss(config, merge(params, part), batch, key)
+        def loss_total(trained_params: PyTree) -> tuple[jax.Array, LossParts]:
+            parts = _loss(config, replace_trained(params, trained_params), batch, key)
             if isinstance(parts.loss.total, tuple):
-                what = "a loss of several terms needs the weights of all workers before any of them differentiates it."
-                raise ValueError(format_error(who, what, fix="return so.Weighted with one total and one weight."))
+                problem = (
+                    "a loss of several terms needs the weights of all workers before any of them differentiates it."
+                )
+                raise ValueError(format_error(caller, problem, fix="return so.Weighted with one total and one weight."))
             return parts.loss.total, parts
 
-        grads, parts = jax.grad(total, has_aux=True)(trained(params))
+        grads, parts = jax.grad(loss_total, has_aux=True)(trained(params))
         if parts.updates:
-            what = "loss_fn returns so.Updated, for which asynchronous workers have no common value."
-            raise ValueError(format_error(who, what, [*parts.updates], "train such leaves with ddp, zero or fsdp."))
+            problem = "loss_fn returns so.Updated, for which asynchronous workers have no common value."
+            raise ValueError(
+                format_error(caller, problem, [*parts.updates], "train such leaves with ddp, zero or fsdp.")
+            )
         if config.mesh.size > 1:
             replicated = jax.tree.map(lambda _: PartitionSpec(), (grads, parts))
             grads, parts = jax.lax.with_sharding_constraint((grads, parts), replicated)
@@ -336,119 +348,117 @@ def _key(loss_fn: LossFn, rng: jax.Array, worker: jax.Array, clock: jax.Array) -
 
 
 def to_device(update: Update, device: Any) -> Update:
-    """Return an update on a device; its number of rows stays a number, sparse leaves stay in numpy."""
+    """Move the arrays of an update to a device; its number of rows stays an int, and sparse leaves stay in numpy."""
     put = lambda leaf: leaf if is_rows(leaf) else jax.device_put(leaf, device)  # noqa: E731
     return jax.tree.map(put, update._replace(rows=None), is_leaf=is_rows)._replace(rows=update.rows)
 
 
-def key_data(who: str, rng: jax.Array | None) -> np.ndarray:
-    """Return the key data that a strategy would draw from, were it initialised with this key."""
-    typed = jax.random.key(0) if rng is None else rng
-    if not isinstance(typed, jax.Array):
-        what = f"rng must be a random key, got {type(rng).__name__}."
-        raise TypeError(format_error(who, what, fix="pass jax.random.key(seed)."))
-    if not jnp.issubdtype(typed.dtype, jax.dtypes.prng_key):
-        typed = jax.random.wrap_key_data(typed)
-    return np.asarray(jax.random.key_data(jax.random.fold_in(typed, 0)))
+def key_data(caller: str, rng: jax.Array | None) -> np.ndarray:
+    """Return the data of the key from which a strategy that is initialised with `rng` draws."""
+    key = jax.random.key(0) if rng is None else rng
+    if not isinstance(key, jax.Array):
+        problem = f"rng must be a random key, got {type(rng).__name__}."
+        raise TypeError(format_error(caller, problem, fix="pass jax.random.key(seed)."))
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    return np.asarray(jax.random.key_data(jax.random.fold_in(key, 0)))
 
 
 class Streams:
-    """The data of each worker: rounds of as many batches as it takes between two pushes.
+    """The data of each worker, in rounds; a round is the data of one push.
 
-    A round is a batch, or with `sizes` a list of `sizes[worker]` batches. Batches that are left over at the end, fewer
-    than a round, are not used.
+    A round is a batch, or with `sizes` a list of `sizes[worker]` batches. Batches at the end that do not fill a round are
+    not used.
     """
 
-    def __init__(self, who: str, batches_of: BatchesOf, sizes: Sequence[int] | None = None):
+    def __init__(self, caller: str, batches_of: BatchesOf, sizes: Sequence[int] | None = None):
         if not callable(batches_of):
-            what = f"batches_of must be a function (worker) -> iterable of batches, got {type(batches_of).__name__}."
+            problem = f"batches_of must be a function (worker) -> iterable of batches, got {type(batches_of).__name__}."
             fix = "to share out one stream: lambda w: itertools.islice(stream(), w, None, n)."
-            raise TypeError(format_error(who, what, fix=fix))
-        self.who, self.batches_of, self.sizes = who, batches_of, sizes
+            raise TypeError(format_error(caller, problem, fix=fix))
+        self.caller, self.batches_of, self.sizes = caller, batches_of, sizes
         self.streams: dict[int, Iterator[PyTree]] = {}
 
     def begin(self, worker: int, position: int = 0) -> None:
-        """Start a worker's batches again, after the first `position` rounds."""
+        """Start a worker's batches from the beginning, and skip the first `position` rounds."""
         batches = self.batches_of(worker)
         if not isinstance(batches, Iterable):
-            what = f"batches_of({worker}) must return an iterable of batches, got {type(batches).__name__}."
-            raise TypeError(format_error(self.who, what))
+            problem = f"batches_of({worker}) must return an iterable of batches, got {type(batches).__name__}."
+            raise TypeError(format_error(self.caller, problem))
         skipped = position * (1 if self.sizes is None else self.sizes[worker])
         self.streams[worker] = itertools.islice(batches, skipped, None) if skipped else iter(batches)
 
     def next_batch(self, worker: int) -> PyTree | None:
-        """Return the next round, or None where there is none."""
+        """Return the next round, or None at the end of the data."""
         if self.sizes is None:
             return next(self.streams[worker], None)
-        found = list(itertools.islice(self.streams[worker], self.sizes[worker]))
-        return found if len(found) == self.sizes[worker] else None
+        batches = list(itertools.islice(self.streams[worker], self.sizes[worker]))
+        return batches if len(batches) == self.sizes[worker] else None
 
 
-class WorkerCompressors(NamedTuple):
-    """How workers write their updates, each with error feedback of its own, on the device of its gradient.
+@dataclass(frozen=True)
+class WorkerCompressors:
+    """The encoders of the workers' updates. Each has its own error feedback, on the device of its gradient.
+
+    With fragments, `worker` is a pair of the worker and the number of the fragment.
 
     Attributes:
-      begin: `begin(worker)`, at each join: nothing is remembered; of fragments worker and number.
-      encode: `encode(worker, update) -> update` with a message in place of the gradient.
+      codec: the codec of all workers; None to leave the updates unchanged.
+      memories: the error memory of each worker.
     """
 
-    begin: Callable[[Hashable], None]
-    encode: Callable[[Hashable, Update], Update]
+    codec: Compressor | None
+    memories: dict[Hashable, CompressorState] = field(default_factory=dict)
+
+    def begin(self, worker: Hashable) -> None:
+        """Clear the worker's error memory, at each join."""
+        self.memories.pop(worker, None)
+
+    def encode(self, worker: Hashable, update: Update) -> Update:
+        """Return the update with a message in place of the gradient."""
+        if self.codec is None:
+            return update
+        start, encode_update = _codec_programs(self.codec)
+        memory = self.memories.pop(worker, None)
+        memory = start(update.grads) if memory is None else memory
+        encoded, self.memories[worker] = encode_update(update._replace(rows=None), memory)
+        return encoded._replace(rows=update.rows)
 
 
-def check_codec(who: str, reducer: Reducer | None, sparse: Sequence[str] = ()) -> Compressor | None:
-    """Return the codec of a reducer, None for none."""
+def check_codec(caller: str, reducer: Reducer | None, sparse: Sequence[str] = ()) -> Compressor | None:
+    """Return the codec of a reducer; None without a reducer."""
     if reducer is None:
         return None
-    check_reducer(who, reducer)
+    check_reducer(caller, reducer)
     codec = compressor(reducer)
     if sparse:
-        what = f"reducer={codec.name} and sparse={tuple(sparse)} cannot be combined: sparse rows travel as they are."
-        raise ValueError(format_error(who, what, fix="leave one of them out."))
+        problem = f"reducer={codec.name} and sparse={tuple(sparse)} cannot be combined: sparse rows travel as they are."
+        raise ValueError(format_error(caller, problem, fix="leave one of them out."))
     return codec
 
 
 def codec_header(codec: Compressor | None) -> dict[str, str]:
-    """Return what the log keeps of a codec."""
+    """Return the settings of a codec that the log records."""
     return {} if codec is None else {"reducer": codec.name}
-
-
-def make_compressors(codec: Compressor | None) -> WorkerCompressors:
-    """Return what encodes the updates of workers; without a codec they travel as they are."""
-    if codec is None:
-        return WorkerCompressors(lambda worker: None, lambda worker, update: update)
-    memories: dict[Hashable, CompressorState] = {}
-    start, write = _codec_programs(codec)
-
-    def begin(worker: Hashable) -> None:
-        memories.pop(worker, None)
-
-    def encode(worker: Hashable, update: Update) -> Update:
-        memory = memories.pop(worker, None)
-        memory = start(update.grads) if memory is None else memory
-        found, memories[worker] = write(update._replace(rows=None), memory)
-        return found._replace(rows=update.rows)
-
-    return WorkerCompressors(begin, encode)
 
 
 @functools.lru_cache(maxsize=16)
 def _codec_programs(
     codec: Compressor,
 ) -> tuple[Callable[[PyTree], CompressorState], Callable[..., tuple[Update, CompressorState]]]:
-    """Return the compiled start of a memory, and the compiled encoding of an update; kept from run to run."""
+    """Return the jitted initialization of an error memory and the jitted encoding of an update, cached between runs."""
 
-    def write(update: Update, memory: CompressorState) -> tuple[Update, CompressorState]:
+    def encode_update(update: Update, memory: CompressorState) -> tuple[Update, CompressorState]:
         assert update.is_finite is not None
         message, memory = codec.encode(update.grads, memory)
-        read = codec.decode(message, update.grads)
-        # What is finite may still be too large for the dtype that travels.
-        finite = [jnp.ones(2, bool), *(jnp.isfinite(leaf).all()[None] for leaf in jax.tree.leaves(read))]
+        decoded = codec.decode(message, update.grads)
+        # A finite gradient may be too large for the dtype of the message.
+        finite = [jnp.ones(2, bool), *(jnp.isfinite(leaf).all()[None] for leaf in jax.tree.leaves(decoded))]
         is_finite = update.is_finite & jnp.concatenate(finite)
         unsent = _norm(memory.unsent) / jnp.maximum(_norm(update.grads), jnp.finfo(jnp.float32).tiny)
         return update._replace(grads=message, is_finite=is_finite, unsent=unsent), memory
 
-    return jax.jit(codec.init), jax.jit(write, donate_argnums=1)
+    return jax.jit(codec.init), jax.jit(encode_update, donate_argnums=1)
 
 
 def _norm(tree: PyTree) -> jax.Array:

@@ -69,7 +69,7 @@ def from_ticks(
     return Schedule(name, ticks, assign_slots(ticks))
 
 
-def _integers(who: str, argument: str, values: ArrayLike, ndim: int) -> np.ndarray:
+def _integers(caller: str, argument: str, values: ArrayLike, ndim: int) -> np.ndarray:
     """Return the values as an array of integers with `ndim` dims, or raise TypeError."""
     try:
         array = np.asarray(values)
@@ -79,7 +79,7 @@ def _integers(who: str, argument: str, values: ArrayLike, ndim: int) -> np.ndarr
         return array
     actual = f"shape {array.shape} and dtype {array.dtype}" if array.size else "rows of unequal length, or nothing"
     expected_shape = ("[V]: one per virtual stage", "[V, M]: one per virtual stage and micro-batch")[ndim - 1]
-    raise TypeError(format_error(who, f"{argument} must be integers {expected_shape}; got {actual}."))
+    raise TypeError(format_error(caller, f"{argument} must be integers {expected_shape}; got {actual}."))
 
 
 _KINDS = {letter: kind for kind, letter in LETTERS.items()}
@@ -144,11 +144,11 @@ def from_order(
     return from_ticks(len(orders), **tables, stage_of=stage_of_virtual, message_ticks=message_ticks, name=name)
 
 
-def _parse_orders(who: str, orders: Sequence[str]) -> list[list[_Action]]:
+def _parse_orders(caller: str, orders: Sequence[str]) -> list[list[_Action]]:
     words = [(stage, word) for stage, order in enumerate(orders) for word in order.split()]
     if bad_words := [f"stage {stage}: {word!r}" for stage, word in words if not _WORD.fullmatch(word)]:
         fix = "write F, B or W and the number of a micro-batch, then a dot and the chunk where there are several."
-        raise ValueError(format_error(who, f"{plural(len(bad_words), 'word')} cannot be read.", bad_words, fix))
+        raise ValueError(format_error(caller, f"{plural(len(bad_words), 'word')} cannot be read.", bad_words, fix))
     actions_by_stage: list[list[_Action]] = [[] for _ in orders]
     for stage, word in words:
         actions_by_stage[stage] += [
@@ -157,11 +157,11 @@ def _parse_orders(who: str, orders: Sequence[str]) -> list[list[_Action]]:
     return actions_by_stage
 
 
-def _check_complete(who: str, actions_by_stage: list[list[_Action]]) -> None:
+def _check_complete(caller: str, actions_by_stage: list[list[_Action]]) -> None:
     all_actions = {action for actions in actions_by_stage for action in actions}
     if not all_actions:
         raise ValueError(
-            format_error(who, f"orders must list something to do, got {plural(len(actions_by_stage), 'stage')}.")
+            format_error(caller, f"orders must list something to do, got {plural(len(actions_by_stage), 'stage')}.")
         )
     micro_batches = 1 + max(action.micro_batch for action in all_actions)
     chunks = 1 + max(action.chunk for action in all_actions)
@@ -169,7 +169,9 @@ def _check_complete(who: str, actions_by_stage: list[list[_Action]]) -> None:
     # too many are missing to list them all
     if max(micro_batches, chunks) > sum(map(len, actions_by_stage)):
         raise ValueError(
-            format_error(who, f"orders list {plural(sum(map(len, actions_by_stage)), 'action')}, too few for {sizes}.")
+            format_error(
+                caller, f"orders list {plural(sum(map(len, actions_by_stage)), 'action')}, too few for {sizes}."
+            )
         )
     split = any(action.kind == "weight" for action in all_actions)
     kinds = [kind for kind in LETTERS if split or kind != "weight"]
@@ -184,11 +186,11 @@ def _check_complete(who: str, actions_by_stage: list[list[_Action]]) -> None:
     ]
     if faults:
         problem = f"every stage must list {', '.join(kinds)} of {sizes} once."
-        raise ValueError(format_error(who, problem, faults))
+        raise ValueError(format_error(caller, problem, faults))
 
 
 def _run_as_early_as_possible(
-    who: str, actions_by_stage: list[list[_Action]], stage_of_virtual: list[int], message_ticks: int
+    caller: str, actions_by_stage: list[list[_Action]], stage_of_virtual: list[int], message_ticks: int
 ) -> dict[str, list[list[int]]]:
     """Return tables [V, M] of the tick of each action; a stage runs at most one action per tick."""
     virtual = [
@@ -224,7 +226,7 @@ def _run_as_early_as_possible(
                 if input_pass
             ]
             raise ValueError(
-                format_error(who, f"the stages wait for one another from tick {last_busy_tick + 1} on.", stuck)
+                format_error(caller, f"the stages wait for one another from tick {last_busy_tick + 1} on.", stuck)
             )
         for stage in ready:
             ran_at[remaining[stage].pop()] = last_busy_tick = tick

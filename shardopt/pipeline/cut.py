@@ -49,7 +49,7 @@ def balance(num_blocks: int, num_parts: int, *, embedding: float = 0.0, head: fl
     return tuple(counts)
 
 
-def cut_blocks(who: str, schedule: Schedule, num_blocks: int, counts: Sequence[int] | None) -> Counts:
+def cut_blocks(caller: str, schedule: Schedule, num_blocks: int, counts: Sequence[int] | None) -> Counts:
     """Return [V], how many blocks each virtual stage runs: `counts`, or by default as equal as possible.
 
     Raises:
@@ -60,18 +60,18 @@ def cut_blocks(who: str, schedule: Schedule, num_blocks: int, counts: Sequence[i
     if counts is None and num_blocks < num_virtual:
         problem = f"{plural(num_blocks, 'block')} are too few for {parts_text}."
         fix = f"use {num_virtual} blocks or more, another pipeline size or number of chunks, or blocks_per_stage with zeros."
-        raise ValueError(format_error(who, problem, fix=fix))
+        raise ValueError(format_error(caller, problem, fix=fix))
     if counts is None:
         return balance(num_blocks, num_virtual)
     if len(counts) != num_virtual or sum(counts) != num_blocks:
         problem = f"blocks_per_stage has {plural(len(counts), 'part')} with {plural(sum(counts), 'block')} in all; "
         problem += f"there are {parts_text} parts, and {plural(num_blocks, 'block')}."
         fix = f"so.schedules.balance({num_blocks}, {num_virtual}) is such a cut; or leave it out."
-        raise ValueError(format_error(who, problem, fix=fix))
+        raise ValueError(format_error(caller, problem, fix=fix))
     return tuple(counts)
 
 
-def check_counts(who: str, counts: Sequence[int] | None) -> Counts | None:
+def check_counts(caller: str, counts: Sequence[int] | None) -> Counts | None:
     """Return a user's `blocks_per_stage` as a tuple of Python integers, or None.
 
     Raises:
@@ -82,9 +82,9 @@ def check_counts(who: str, counts: Sequence[int] | None) -> Counts | None:
         return None
     if not isinstance(counts, Sequence) or isinstance(counts, str) or not all(map(is_integer, counts)):
         problem = f"blocks_per_stage must be integers, one for each virtual stage, or None, got {counts!r:.80}."
-        raise TypeError(format_error(who, problem, fix="use so.schedules.balance(num_blocks, stages * chunks)."))
+        raise TypeError(format_error(caller, problem, fix="use so.schedules.balance(num_blocks, stages * chunks)."))
     if min(counts, default=0) < 0:
-        raise ValueError(format_error(who, f"blocks_per_stage must not be negative, got {min(counts)}."))
+        raise ValueError(format_error(caller, f"blocks_per_stage must not be negative, got {min(counts)}."))
     return tuple(int(count) for count in counts)
 
 

@@ -32,7 +32,7 @@ def plot(
     path: str | os.PathLike[str] | None,
 ) -> "Figure":
     """Draw the lockstep program, or stages at their own pace; see `Schedule.plot`."""
-    require("matplotlib", extra="plot", who="plot")
+    require("matplotlib", extra="plot", caller="plot")
     from matplotlib.figure import Figure  # not pyplot: no backend, no window, nothing to close
 
     lefts, edges = _lockstep_boxes(ticks, times) if pace == "lockstep" else _own_pace_boxes(ticks, times)

@@ -79,7 +79,7 @@ def search(
     """
     check_sizes("search", num_stages=num_stages, num_micro_batches=num_micro_batches)
     if memory is not None:
-        check_number("search", "memory", memory, least=1)
+        check_number("search", "memory", memory, minimum=1)
     check_number("search", "memory_after_backward", memory_after_backward, below=math.nextafter(1, 2))
     F = read_times("search", "forward", forward, num_stages, "stage")
     B = read_times("search", "backward", backward, num_stages, "stage")

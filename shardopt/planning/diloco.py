@@ -127,7 +127,7 @@ def _wire_bytes(num_parameters: float, bits: float, replicas: int) -> float:
 
 
 def _check(
-    who: str,
+    caller: str,
     positive: dict[str, float],
     replicas: int,
     sync_every: int,
@@ -151,4 +151,4 @@ def _check(
         errors = [f"delay={delay} must be below sync_every / fragments = {sync_every // fragments}"]
     if errors:
         fix = "choose numbers as so.diloco takes them."
-        raise ValueError(format_error(who, "these numbers cannot be used.", errors, fix))
+        raise ValueError(format_error(caller, "these numbers cannot be used.", errors, fix))

@@ -53,12 +53,12 @@ def expected_imbalance(tokens: float, *, num_experts: int, top_k: int, devices: 
       K of E experts are drawn without replacement. The largest of X such loads is about m + sigma sqrt(2 ln X). A
       larger load is caused by the router.
     """
-    who = "expected_imbalance"
+    caller = "expected_imbalance"
     for name, value in {"num_experts": num_experts, "top_k": top_k, "devices": devices}.items():
-        check_count(who, name, value, least=1)
+        check_count(caller, name, value, minimum=1)
     if tokens <= 0 or top_k > num_experts:
         problem = f"tokens={tokens} must be positive, and top_k={top_k} at most num_experts={num_experts}."
-        raise ValueError(format_error(who, problem))
+        raise ValueError(format_error(caller, problem))
     if devices == 1 or top_k == num_experts:
         return 1.0
     mean = tokens * top_k / devices
@@ -90,12 +90,12 @@ def tile_overlap(tokens: float, *, num_experts: int, top_k: int, devices: int = 
 
           1 + (E / X - 1) (m - 1) X / (N K)
     """
-    who = "tile_overlap"
+    caller = "tile_overlap"
     for name, value in {"num_experts": num_experts, "top_k": top_k, "devices": devices, "tile": tile}.items():
-        check_count(who, name, value, least=1)
+        check_count(caller, name, value, minimum=1)
     if tokens <= 0 or num_experts % devices:
         problem = f"tokens={tokens} must be positive, and num_experts={num_experts} divisible by devices={devices}."
-        raise ValueError(format_error(who, problem))
+        raise ValueError(format_error(caller, problem))
     return 1 + (num_experts // devices - 1) * (tile - 1) * devices / (tokens * top_k)
 
 
@@ -127,8 +127,8 @@ def imbalance(loads: Float[np.ndarray, "S L E"], devices: int, *, replicas: int 
     References:
       DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.4: redundant experts, at inference.
     """
-    check_count("imbalance", "devices", devices, least=1)
-    check_count("imbalance", "replicas", replicas, least=0)
+    check_count("imbalance", "devices", devices, minimum=1)
+    check_count("imbalance", "replicas", replicas, minimum=0)
     loads = np.asarray(loads, float)
     if loads.ndim != 3 or loads.shape[2] % devices or not loads.size:
         problem = (
@@ -186,7 +186,7 @@ def plot_expert_loads(loads: Float[np.ndarray, "S L E"], *, devices: int | None 
     Raises:
       ValueError: if loads are not [steps, layers, experts].
     """
-    require("matplotlib", extra="plot", who="plot_expert_loads")
+    require("matplotlib", extra="plot", caller="plot_expert_loads")
     from matplotlib.figure import Figure
 
     loads = np.asarray(loads, float)

@@ -111,11 +111,11 @@ _DEVICE_KINDS = {
 _ALIASES = {"7x": "tpu7x", "v7x": "tpu7x", "ironwood": "tpu7x", "trillium": "v6e", "v5litepod": "v5e"}
 
 
-def find_hardware(who: str, name: str | Hardware) -> Hardware:
+def find_hardware(caller: str, name: str | Hardware) -> Hardware:
     """Return the chip with this name; return a `Hardware` unchanged.
 
     Args:
-      who: the function that the user called, for messages.
+      caller: the function that the user called, for messages.
       name: a name such as "v5p" or "h100", in upper or lower case; or a `Hardware`.
 
     Raises:
@@ -130,12 +130,12 @@ def find_hardware(who: str, name: str | Hardware) -> Hardware:
         return name
     if not isinstance(name, str):
         fix = "pass a name such as 'v5p', or a so.planning.Hardware."
-        raise TypeError(format_error(who, f"hardware must be a name or a Hardware, got {name!r}.", fix=fix))
+        raise TypeError(format_error(caller, f"hardware must be a name or a Hardware, got {name!r}.", fix=fix))
     normalized_name = name.lower().strip()
     normalized_name = _ALIASES.get(normalized_name, normalized_name)
     if normalized_name not in HARDWARE:
         fix = f"use one of {', '.join(HARDWARE)}, or describe the chip with so.planning.Hardware."
-        raise ValueError(format_error(who, f"unknown hardware {name!r}.", fix=fix))
+        raise ValueError(format_error(caller, f"unknown hardware {name!r}.", fix=fix))
     return HARDWARE[normalized_name]
 
 

@@ -294,7 +294,7 @@ def place(
     tables = workload.tables if placement.params and layout.shards.size > 1 and layout.pipeline == 1 else ()
     plan_tree = plan_leaves(
         workload.params,
-        who="plan",
+        caller="plan",
         mesh=mesh,
         rules=workload.rules if layout.tensor > 1 else (),
         stacked=True,

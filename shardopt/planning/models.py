@@ -351,7 +351,7 @@ MODELS = {
 """Published models by name, with the sequence length of their training."""
 
 
-def find_model(who: str, name: Any) -> Transformer:
+def find_model(caller: str, name: Any) -> Transformer:
     """Return the published model with this name; return a `Transformer` unchanged.
 
     Raises:
@@ -374,9 +374,11 @@ def find_model(who: str, name: Any) -> Transformer:
                 "make a so.BlockModel of the loss, and pass so.planning.trace(model, abstract_params, abstract_batch); of a "
                 "loss without blocks so.aot compiles one layout."
             )
-        raise TypeError(format_error(who, f"model must be a name, a Transformer or a Workload, got {shown}.", fix=fix))
+        raise TypeError(
+            format_error(caller, f"model must be a name, a Transformer or a Workload, got {shown}.", fix=fix)
+        )
     normalized_name = name.lower().strip().replace("llama-", "llama").replace("llama3.1-", "llama3-")
     if normalized_name not in MODELS:
         fix = f"use one of {', '.join(MODELS)}, or describe it with so.planning.Transformer."
-        raise ValueError(format_error(who, f"unknown model {name!r}.", fix=fix))
+        raise ValueError(format_error(caller, f"unknown model {name!r}.", fix=fix))
     return MODELS[normalized_name]

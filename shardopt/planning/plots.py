@@ -125,7 +125,7 @@ def _bars(
 
 
 def _figure(predictions: Sequence[Prediction], *, columns: int) -> tuple["Figure", list["Axes"]]:
-    require("matplotlib", extra="plot", who="plot")
+    require("matplotlib", extra="plot", caller="plot")
     from matplotlib.figure import Figure  # not pyplot, which chooses a backend and must be closed
 
     if not 1 <= len(predictions) <= _MAX_BARS:
@@ -157,7 +157,7 @@ def plot_timeline(step: StepSeconds, *, path: Path = None) -> "Figure":
     Raises:
       ValueError: if the program holds no estimates.
     """
-    require("matplotlib", extra="plot", who="plot_timeline")
+    require("matplotlib", extra="plot", caller="plot_timeline")
     from matplotlib.figure import Figure
 
     if step.total is None:
@@ -197,7 +197,7 @@ def plot_placement(opt: ShardedOptimizer, abstract_params: PyTree = None, *, pat
     Returns:
       A matplotlib figure.
     """
-    require("matplotlib", extra="plot", who="plot_placement")
+    require("matplotlib", extra="plot", caller="plot_placement")
     from matplotlib.figure import Figure
 
     rows = (opt.config.report() if abstract_params is None else opt.config.report(abstract_params)).rows

@@ -54,7 +54,7 @@ def topology_devices(topology: str, *, num_slices: int = 1) -> Devices:
     check_count("aot", "num_slices", num_slices)
     if not chip.torus_dims:
         return _gpus(chip, dims[0], num_slices)
-    require("libtpu", extra="tpu", who="aot")
+    require("libtpu", extra="tpu", caller="aot")
     from jax.experimental import topologies
 
     options: dict[str, object] = {"wrap": wraps(dims)}
@@ -120,7 +120,7 @@ _PLUGINS = {"jax_cuda13_plugin": 13, "jax_cuda12_plugin": 12}
 def _gpus(chip: Hardware, size: int, nodes: int) -> Devices:
     plugin = next((name for name in _PLUGINS if is_installed(name)), None)
     if plugin is None:
-        require("jax_cuda12_plugin", extra="gpu", who="aot")
+        require("jax_cuda12_plugin", extra="gpu", caller="aot")
     from jax.experimental import topologies
 
     return topologies.get_topology_desc(

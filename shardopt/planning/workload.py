@@ -266,7 +266,9 @@ def tensor_sums(params: PyTree, rules: Rules, expert_leaves: Sequence[str] = ())
     expert leaves counts experts and is skipped. Input gradients of all expert leaves are summed in one all-reduce.
     """
     leaves = leaves_with_paths(params)
-    specs = match_rules(rules, [(path, leaf.shape[path.startswith("blocks/") :]) for path, leaf in leaves], who="plan")
+    specs = match_rules(
+        rules, [(path, leaf.shape[path.startswith("blocks/") :]) for path, leaf in leaves], caller="plan"
+    )
     tensor_specs = [
         (any(re.search(pattern, path) for pattern in expert_leaves), tuple(spec))
         for (path, _), spec in zip(leaves, specs, strict=True)

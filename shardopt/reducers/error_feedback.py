@@ -146,7 +146,7 @@ def warm_up(reducer: Reducer, steps: int) -> Reducer:
       "1-bit Adam", 2021, section 4, which begins with uncompressed Adam.
     """
     check_reducer("warm_up", reducer)
-    check_count("warm_up", "steps", steps, least=0)
+    check_count("warm_up", "steps", steps, minimum=0)
     if reducer.name.startswith("error_feedback("):
         problem = f"{reducer.name} has error feedback, which must see both what is sent at first and later."
         raise ValueError(format_error("warm_up", problem, fix="use error_feedback(warm_up(...)), the other way round."))

@@ -96,7 +96,7 @@ def power_sgd(
     """
     check_count("power_sgd", "rank", rank)
     check_is_number("power_sgd", "min_ratio", min_ratio)
-    check_count("power_sgd", "start_step", start_step, least=0)
+    check_count("power_sgd", "start_step", start_step, minimum=0)
     if min_ratio < 0:
         raise ValueError(format_error("power_sgd", f"min_ratio must not be negative, got {min_ratio}."))
     stacked_pattern = _compile_pattern(stacked)

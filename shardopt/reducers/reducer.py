@@ -136,12 +136,12 @@ def keep_if_finite(mean: PyTree, new_state: PyTree, old_state: PyTree) -> PyTree
     return jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), new_state, old_state)
 
 
-def check_reducer(who: str, reducer: object) -> None:
+def check_reducer(caller: str, reducer: object) -> None:
     """Raise TypeError if this is not a `Reducer`."""
     if not isinstance(reducer, Reducer):
         type_name = getattr(reducer, "__name__", type(reducer).__name__)
         fix = "pass one such as so.reducers.int8(), called."
-        raise TypeError(format_error(who, f"reducer must be a Reducer, got {type_name}.", fix=fix))
+        raise TypeError(format_error(caller, f"reducer must be a Reducer, got {type_name}.", fix=fix))
 
 
 def grouped(reducer: Reducer, keys: Sequence[Hashable], paths: Sequence[str]) -> Reducer:
@@ -207,7 +207,7 @@ def grouped(reducer: Reducer, keys: Sequence[Hashable], paths: Sequence[str]) ->
 # From gradient trees to lists of real arrays that are wide enough to be summed, and back.
 
 
-def check_leaves(who: str, tree: PyTree) -> None:
+def check_leaves(caller: str, tree: PyTree) -> None:
     """Raise TypeError if a leaf is not a floating or complex array: only these have a mean."""
     wrong = [
         f"{path or 'the tree itself'}: {leaf.dtype if is_array_like(leaf) else type(leaf).__name__}"
@@ -216,20 +216,20 @@ def check_leaves(who: str, tree: PyTree) -> None:
     ]
     if wrong:
         problem = f"{plural(len(wrong), 'leaf')} cannot be reduced: a mean needs floating or complex arrays."
-        raise TypeError(format_error(who, problem, wrong, "leave such leaves out, for instance with optax.masked."))
+        raise TypeError(format_error(caller, problem, wrong, "leave such leaves out, for instance with optax.masked."))
 
 
-def check_alike(who: str, reference_name: str, tree: PyTree, reference: PyTree) -> None:
+def check_alike(caller: str, reference_name: str, tree: PyTree, reference: PyTree) -> None:
     """Raise ValueError if a tree of gradients does not have the structure and shapes of the reference tree.
 
     Args:
-      who: the caller, for the message.
+      caller: the caller, for the message.
       reference_name: the name of the reference tree, for the message.
       tree: the gradients.
       reference: the tree that they must be like.
     """
     if jax.tree.structure(tree) != jax.tree.structure(reference):
-        raise ValueError(format_error(who, f"the gradients have another tree structure than {reference_name}."))
+        raise ValueError(format_error(caller, f"the gradients have another tree structure than {reference_name}."))
     pairs = zip(leaves_with_paths(tree), jax.tree.leaves(reference), strict=True)
     wrong = [
         f"{path}: {leaf.shape}, was {reference_leaf.shape}"
@@ -241,7 +241,7 @@ def check_alike(who: str, reference_name: str, tree: PyTree, reference: PyTree) 
             f"{plural(len(wrong), 'gradient leaf')} {'has' if len(wrong) == 1 else 'have'} "
             f"another shape than {reference_name}."
         )
-        raise ValueError(format_error(who, problem, wrong))
+        raise ValueError(format_error(caller, problem, wrong))
 
 
 def zeros_like(tree: PyTree) -> PyTree:

@@ -14,11 +14,11 @@ from shardopt.core.types import PyTree, abstract
 from shardopt.remat.split_backward import Arrays, Passes, Shapes, floating, replaced, split_backward
 
 
-def gathered_block(who: str, model: BlockModel, gather: Callable[[PyTree], PyTree]) -> Callable[..., PyTree]:
+def gathered_block(caller: str, model: BlockModel, gather: Callable[[PyTree], PyTree]) -> Callable[..., PyTree]:
     """Return `run(one_block, index, rng, x) -> x`, which gathers the weights of a block and runs it.
 
     Args:
-      who: the strategy, for errors.
+      caller: the strategy, for errors.
       model: the model with the block. The backward pass recomputes values by `model.remat`, and always recomputes
         values that depend on weights alone.
       gather: gathers the weights of one block.
@@ -31,7 +31,7 @@ def gathered_block(who: str, model: BlockModel, gather: Callable[[PyTree], PyTre
         def block(arguments: Arrays, leaves: Arrays) -> Arrays:
             one_block, index, rng = arguments_treedef.unflatten(arguments)
             run_block = checkpointed(model.remat, lambda weights, x: call(model.block, rng, index, weights, x))
-            return leaves_like(who, inputs, treedef, run_block(gather(one_block), treedef.unflatten(leaves)))
+            return leaves_like(caller, inputs, treedef, run_block(gather(one_block), treedef.unflatten(leaves)))
 
         return treedef.unflatten(min_cut_remat(block, arguments, inputs))
 
@@ -82,7 +82,7 @@ def min_cut_remat(f: Callable[[Arrays, Arrays], Arrays], arguments: Arrays, x: A
     return run(arguments, x)
 
 
-def leaves_like(who: str, shapes: Shapes, treedef: PyTree, y: PyTree) -> Arrays:
+def leaves_like(caller: str, shapes: Shapes, treedef: PyTree, y: PyTree) -> Arrays:
     """Return the leaves of a block's result `y`.
 
     Raises:
@@ -97,4 +97,4 @@ def leaves_like(who: str, shapes: Shapes, treedef: PyTree, y: PyTree) -> Arrays:
     expected, returned = (show(shapes), show(leaves)) if show(shapes) != show(leaves) else (treedef, structure)
     problem = f"a block must return what it is given, {expected}; it returned {returned}."
     fix = "let embed bring its result to the shape and dtype that blocks return, or cast at the end of the block."
-    raise ValueError(format_error(who, problem, fix=fix))
+    raise ValueError(format_error(caller, problem, fix=fix))

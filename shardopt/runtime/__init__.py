@@ -1,1 +1,1 @@
-"""Processes of one job: joined, launched, locked out of each other's folders."""
+"""The processes of a job: launch and join them, watch them for hangs, keep their snapshots, lock their folders."""

@@ -1,25 +1,25 @@
-"""Becomes a command that dies when the process that started it does: `python follow.py PID COMMAND...`.
+"""Run a command that dies together with the process that started it: `python follow.py PID COMMAND...`.
 
-A file of its own, run by its path: the command is not to wait until shardopt is imported.
+It is a separate file, run by its path, so that the command starts without importing shardopt.
 """
 
 import os
 import signal
 import sys
 
-_SET_PDEATHSIG = 1  # prctl(2); it outlives exec
+_SET_PDEATHSIG = 1  # prctl(2); the setting survives exec
 
 
 def follow(launcher: int, command: list[str]) -> None:
-    """Become the command. The kernel kills it when the thread of the launcher ends that started it; on Linux."""
+    """Replace this process by the command. On Linux the kernel kills it when the thread that started it ends."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launcher:  # it died before that
+        if os.getppid() != launcher:  # the launcher died before prctl
             sys.exit("launch: the launcher of this process has died.")
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)  # Python ignores them, and what is ignored stays so
+        signal.signal(number, signal.SIG_DFL)  # Python ignores these signals, and exec keeps ignored signals ignored
     try:
         os.execvp(command[0], command)
     except OSError as error:

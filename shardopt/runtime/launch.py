@@ -1,4 +1,7 @@
-"""`launch`: a job of several processes on this machine, started again when it fails, with as many, with fewer, with more."""
+"""`launch`: run a job of several processes on this machine, and start it again when it fails.
+
+The next attempt may have the same number of processes, fewer, or more.
+"""
 
 import contextlib
 import errno
@@ -25,62 +28,62 @@ from shardopt.runtime.progress import HUNG, STACKS, STACKS_SIGNAL
 from shardopt.runtime.vault import Vaults
 from shardopt.runtime.watch import Hang, Watch, describe, process_state
 
-_LOCK = ".launch.lock"
+_LOCK_NAME = ".launch.lock"
 _FOLLOW = Path(__file__).with_name("follow.py")
 _STANDBY = Path(__file__).with_name("standby.py")
-_GLOO = b"[Gloo] Rank "
-"""Begins lines that gloo writes for each connection; they are in the log alone."""
-_SHOWN = 12
-"""Lines that are shown of the log of the process that failed first."""
+_GLOO_PREFIX = b"[Gloo] Rank "
+"""The start of lines that gloo writes for each connection. They are only in the log, not on the screen."""
+_SHOWN_LINES = 12
+"""How many last lines of the log of the first failed process are shown."""
 _GRACE = 3.0
-"""Seconds between the request to end and the kill. Who waits for a dead process in a collective cannot answer."""
-_LULL = 0.5
-"""Seconds in which a failure is looked for that was the cause of the first one seen."""
-_DRAIN = 5.0
-"""Seconds that are waited, once a process has ended, until what it wrote is copied."""
-_SPARES_AFTER, _SPARES_APART = 5.0, 0.5
-"""Seconds from the start of an attempt to that of the first process that stands by, and between two: the job goes first."""
-_PAUSE = 1.0
-"""Seconds between two questions whether enough processes can run."""
-_DUMP = 1.0
-"""Seconds that processes get to write their stacks. They do in a signal handler: those that can need milliseconds."""
+"""Seconds between SIGTERM and the kill. A process that waits in a collective for a dead one cannot handle SIGTERM."""
+_CAUSE_SECONDS = 0.5
+"""Seconds after the first failure in which other failures are collected: one of them may be the cause."""
+_COPY_SECONDS = 5.0
+"""Seconds to wait, after a process has ended, until its output is copied."""
+_SPARES_AFTER, _SPARES_EVERY = 5.0, 0.5
+"""Seconds from the start of an attempt to the first spare, and between two spares: the job has priority."""
+_ASK_SECONDS = 1.0
+"""Seconds between two calls of the discovery script while too few processes can run."""
+_STACKS_SECONDS = 1.0
+"""Seconds for processes to write their stacks. A signal handler writes them, which takes milliseconds."""
 
 
 RESTART, HUNG_SECONDS = "SHARDOPT_RESTART", "SHARDOPT_HUNG_SECONDS"
-"""In the environment of a process that was started again: how often, and for how long the job had stood still before."""
+"""Environment variables of a restarted process: the number of restarts, and the seconds of the hang before it."""
 BEGAN = "SHARDOPT_BEGAN"
-"""In the environment of each process: when it was given its place, in seconds since 1970."""
+"""Environment variable of each process: when it got its rank, in seconds since 1970."""
 
 
 class _Member(NamedTuple):
-    """A process that was started."""
+    """A process of an attempt."""
 
     rank: int
-    process: subprocess.Popen[bytes]  # the leader of a process group of its own
+    process: subprocess.Popen[bytes]  # the leader of its own process group
     log: Path
-    readers: tuple[threading.Thread, ...]  # copy what it says to the screen too; none for one that is not shown
+    readers: tuple[threading.Thread, ...]  # copy the output to log and screen; empty if the output is not shown
 
 
-class _Attempt(NamedTuple):
-    """What the processes of an attempt get, beside their command and place."""
+class _AttemptContext(NamedTuple):
+    """The settings and helpers of an attempt that all its processes share."""
 
     environment: Mapping[str, str]
     watch: Watch | None
-    heard: Failures
+    failures: Failures
     spares: "_Spares"
-    keep: Sequence[int]  # descriptors that they inherit
-    can_grow: Callable[[], bool]  # whether more could run by now
+    inherited_descriptors: Sequence[int]
+    can_grow: Callable[[], bool]  # whether more processes could run now
 
 
-class _Ended(NamedTuple):
-    """How an attempt ended."""
+class _AttemptResult(NamedTuple):
+    """The result of an attempt."""
 
     failed: tuple[int, int] | None  # rank and exit code (negative for a signal) of the process that failed first
-    killed: int  # how many ended by a signal that we did not send, or made the others wait
+    killed: int  # how many ended by a signal from elsewhere, or caused the hang
     logs: tuple[Path, ...]
-    hang: str = ""  # what is said of a job that stood still
-    hung: float = 0.0  # seconds for which it did
-    grows: bool = False  # whether it was asked to end, so that more can run
+    hang_text: str = ""  # the message about a hang
+    hang_seconds: float = 0.0  # seconds of the hang
+    grows: bool = False  # whether the launcher ended it to continue with more processes
 
 
 def launch(
@@ -98,43 +101,50 @@ def launch(
 ) -> int:
     r"""Run a command as several processes of one job on this machine, and return its exit code.
 
-    Each process finds its place in the environment (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID), where
-    `so.initialize()` looks for it. What the first one says is shown; what each says is in its log. When one fails
-    the others are ended within seconds, the failure is shown, and the job is started again, if it may be. Then compiled
-    programs come from jax's cache (`compiled` in `log_dir`, unless JAX_COMPILATION_CACHE_DIR says otherwise), and the train
-    state from the memory of programs that outlive the processes, where `so.Checkpoints(memory_every=...)` puts it.
+    Each process gets its place in the environment (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID), which
+    `so.initialize()` reads. The output of the first process is shown, and the output of each process is in its log.
+    When a process fails, the others are ended within seconds, the failure is shown, and the job is started again if
+    `max_restarts` allows it. A restart is fast:
 
-    With `min_processes` it is elastic: it goes on with those that are left, from the snapshots in memory that are left, and
-    with `discovery_script` with more when there are more. Each attempt builds its mesh of the devices that it finds.
+    - Compiled programs come from jax's cache (`compiled` in `log_dir`, unless JAX_COMPILATION_CACHE_DIR is set).
+    - The train state comes from the memory of programs that outlive the processes, if
+      `so.Checkpoints(memory_every=...)` puts it there.
 
-    SIGTERM and Ctrl-C are passed on to all, once, as SIGTERM; a second Ctrl-C kills them. Where this process is killed
-    itself, Linux kills the processes as well, but not what they started on their own.
+    With `min_processes` the job is elastic. It continues with the processes and the snapshots that are left, and with
+    `discovery_script` with more processes when more are available. Each attempt builds its mesh of the available
+    devices.
+
+    SIGTERM and Ctrl-C are passed on to all processes, once, as SIGTERM; a second Ctrl-C kills them. If this process is
+    killed, Linux kills the processes too, but not the programs that they started.
 
     Args:
-      command_of: gives the command of an attempt, counted from 0.
-      processes: how many.
-      log_dir: gets `process-0.log` and so on; of an attempt after the first `process-0.restart-1.log`. While the job
-        runs, or anything that it started, nobody else may launch one with the same folder.
-      max_restarts: how often it is started again after a failure.
-      min_processes: with how few: each process that was killed is left out of the next attempt, down to this, unless one
-        stands by in its place. By default none is.
-      hang_timeout: seconds without progress of a process that is alive, after which the stacks of all are written beside the
-        logs (`process-0.stacks`), the one that makes the others wait is named, and the job ends as after a failure, with exit
-        code 124. What a process does for the first time may compile, and may take ten times as long. Progress is what `fit` or
-        `so.report_progress` report, in processes that called `so.initialize()`. By default hangs are not looked for.
-      spares: how many processes stand by, having imported jax and shardopt, and take the first places of the next attempt. Each
-        takes the memory of an interpreter with jax. For commands of this interpreter that run a script or a module.
-      can_share: whether so many processes can do the work; of those that are left as many as can go on.
-      discovery_script: a shell command that prints how many processes can run now. It is asked when the job starts again; where
-        fewer than `min_processes` can, it waits. While fewer train than `processes` it is asked every few seconds; when it says
-        twice that more can, they are sent SIGTERM, at which `fit` writes a checkpoint, and the job starts again with more.
-      say: gets the lines that tell what failed and what is done about it.
+      command_of: returns the command of an attempt; attempts are counted from 0.
+      processes: how many processes.
+      log_dir: the folder for `process-0.log` and so on; a later attempt writes `process-0.restart-1.log`. While the
+        job or any program that it started runs, no other job can use the same folder.
+      max_restarts: how often the job is started again after a failure.
+      min_processes: the smallest number of processes. The next attempt runs without each process that was killed,
+        unless a spare takes its place. By default every attempt has all processes.
+      hang_timeout: seconds without progress of a live process that count as a hang; by default hangs are not
+        detected. After a hang the stacks of all processes are written next to the logs (`process-0.stacks`), and the
+        process that delays the others is named. Then the job ends as after a failure, with exit code 124. An action
+        that happens for the first time may compile, so it may take ten times as long. `fit` and `so.report_progress`
+        report progress, in processes that called `so.initialize()`.
+      spares: how many spare processes to keep. A spare has imported jax and shardopt, and takes a place in the next
+        attempt. Each needs the memory of an interpreter with jax. They work for commands of this interpreter that run
+        a script or a module.
+      can_share: whether this many processes can share the work. The job continues with the largest possible number.
+      discovery_script: a shell command that prints how many processes can run now. It is called when the job starts
+        again; if fewer than `min_processes` can run, the job waits. While fewer than `processes` train, it is called
+        every few seconds. When it says twice that more can run, the processes get SIGTERM, at which `fit` writes a
+        checkpoint, and the job starts again with more.
+      say: prints messages about failures and restarts.
 
     Returns:
       0, or the exit code of the process that failed first; 128 + n for signal n; 130 after a second Ctrl-C.
 
     Raises:
-      ValueError: if a number is out of range, or another job has its logs there.
+      ValueError: if a number is out of range, or another job uses the folder for its logs.
       OSError: if the command cannot be started, or the logs cannot be written.
 
     Example:
@@ -147,126 +157,162 @@ def launch(
       >>> (folder / "process-1.log").read_text()
       '1 of 2\n'
     """
-    _check(processes, max_restarts, min_processes, hang_timeout, spares)
-    attempt, failed, environment, count = 0, 0, {}, processes
-    with _locked(log_dir) as held, _signals() as stop, contextlib.ExitStack() as cleanup:
-        heard = cleanup.enter_context(failures())
+    _check_arguments(processes, max_restarts, min_processes, hang_timeout, spares)
+    attempt, num_failures, environment, count = 0, 0, {}, processes
+    with _locked_folder(log_dir) as lock_descriptor, _catch_signals() as signals, contextlib.ExitStack() as cleanup:
+        failure_pipe = cleanup.enter_context(failures())
         vaults = cleanup.enter_context(contextlib.closing(Vaults(processes))) if max_restarts else None
-        waiting = cleanup.enter_context(contextlib.closing(_Spares(spares, (held, heard.descriptor))))
+        spare_pool = cleanup.enter_context(
+            contextlib.closing(_Spares(spares, (lock_descriptor, failure_pipe.descriptor)))
+        )
         discovery = None
         if discovery_script is not None:
             discovery = cleanup.enter_context(contextlib.closing(Discovery(discovery_script, say=say)))
 
-        def most(available: int) -> int:
-            """Return with how many processes the job goes on, of those that can run; 0 for none."""
-            least = processes if min_processes is None else min_processes
-            return next((n for n in range(min(available, processes), least - 1, -1) if can_share(n)), 0)
+        def usable_count(available: int) -> int:
+            """Return the largest usable number of processes, at most `available`; 0 if there is none."""
+            min_count = processes if min_processes is None else min_processes
+            return next(
+                (
+                    candidate
+                    for candidate in range(min(available, processes), min_count - 1, -1)
+                    if can_share(candidate)
+                ),
+                0,
+            )
 
         while True:
             if vaults is not None:
-                environment |= vaults.environment() | _cache(log_dir)
-            log_of = functools.partial(_log, log_dir, attempt)
+                environment |= vaults.environment() | _cache_environment(log_dir)
+            log_path_of = functools.partial(_log_path, log_dir, attempt)
             watch = None if hang_timeout is None else Watch(count, hang_timeout, say=say)
             with contextlib.closing(watch) if watch else contextlib.nullcontext():
                 command = command_of(attempt)
-                waiting.check(command)
-                waiting.begin(environment if failed < max_restarts or discovery else None)
+                spare_pool.check(command)
+                spare_pool.begin(environment if num_failures < max_restarts or discovery else None)
 
                 if discovery is not None:
-                    discovery.active, discovery.steady = count < processes, 0
+                    discovery.active, discovery.stable_count = count < processes, 0
 
                 def can_grow(count: int = count) -> bool:
-                    return discovery is not None and most(discovery.steady) > count
+                    return discovery is not None and usable_count(discovery.stable_count) > count
 
-                how = _Attempt(environment, watch, heard, waiting, (held, heard.descriptor), can_grow)
-                ended = _run_attempt(command, count, log_of, stop.take, how)
-            if stop.twice:
+                context = _AttemptContext(
+                    environment, watch, failure_pipe, spare_pool, (lock_descriptor, failure_pipe.descriptor), can_grow
+                )
+                result = _run_attempt(command, count, log_path_of, signals.take, context)
+            if signals.kill_requested:
                 return 130
-            if ended.failed is None and (stop.asked or not ended.grows):
+            if result.failed is None and (signals.end_requested or not result.grows):
                 return 0
-            grows = ended.grows and (ended.failed is None or ended.failed[1] == -signal.SIGTERM)
-            if not grows or stop.asked:
-                assert ended.failed is not None
-                code = ended.failed[1]
-                if not (stop.asked and code == -signal.SIGTERM):
-                    say(_failure(ended, count) + (_hint(count, processes) if code > 0 and not ended.hang else ""))
-                if stop.asked or failed == max_restarts:
+            grows = result.grows and (result.failed is None or result.failed[1] == -signal.SIGTERM)
+            if not grows or signals.end_requested:
+                assert result.failed is not None
+                code = result.failed[1]
+                if not (signals.end_requested and code == -signal.SIGTERM):
+                    say(
+                        _failure_text(result, count)
+                        + (_size_hint(count, processes) if code > 0 and not result.hang_text else "")
+                    )
+                if signals.end_requested or num_failures == max_restarts:
                     return code if code > 0 else 128 - code
-                failed += 1
+                num_failures += 1
             attempt += 1
-            environment = {RESTART: str(attempt), HUNG_SECONDS: str(ended.hung)}
-            left = count if grows else count - max(0, ended.killed - waiting.ready())
-            count = _available(discovery, most, left, stop, say) if discovery else most(left) or count
+            environment = {RESTART: str(attempt), HUNG_SECONDS: str(result.hang_seconds)}
+            remaining = count if grows else count - max(0, result.killed - spare_pool.ready())
+            count = (
+                _wait_for_processes(discovery, usable_count, remaining, signals, say)
+                if discovery
+                else usable_count(remaining) or count
+            )
             if not count:
                 return 128 + signal.SIGTERM
-            which = "to have more" if grows else f"restart {failed} of {max_restarts}"
-            say(f"launch: starting again with {plural(count, 'process')}, {which}.")
+            reason = "to have more" if grows else f"restart {num_failures} of {max_restarts}"
+            say(f"launch: starting again with {plural(count, 'process')}, {reason}.")
 
 
-def _available(
-    discovery: Discovery, most: Callable[[int], int], left: int, stop: "_Stop", say: Callable[[str], None]
+def _wait_for_processes(
+    discovery: Discovery,
+    usable_count: Callable[[int], int],
+    remaining: int,
+    signals: "_Signals",
+    say: Callable[[str], None],
 ) -> int:
-    """Return with how many processes the job goes on, once enough can run; 0 if it is asked to end before."""
-    waits = False
-    while not stop.asked:
+    """Wait until enough processes can run; return the number to continue with, or 0 if a signal ends the job.
+
+    Args:
+      discovery: asks how many processes can run.
+      usable_count: returns how many of the available processes can be used.
+      remaining: how many processes are left, used if the script gives no number.
+      signals: the received signals.
+      say: prints a message.
+    """
+    has_warned = False
+    while not signals.end_requested:
         available = discovery.ask()
         if available is None:
-            return most(left) or left
-        if count := most(available):
+            return usable_count(remaining) or remaining
+        if count := usable_count(available):
             return count
-        if not waits:
-            waits = True
+        if not has_warned:
+            has_warned = True
             say(f"launch: {plural(available, 'process')} can run, which is too few: waiting for more.")
-        time.sleep(_PAUSE)
+        time.sleep(_ASK_SECONDS)
     return 0
 
 
-def _check(
+def _check_arguments(
     processes: int, max_restarts: int, min_processes: int | None, hang_timeout: float | None, spares: int
 ) -> None:
-    least = {"processes": (processes, 1), "max-restarts": (max_restarts, 0), "spares": (spares, 0)}
+    values_and_limits = {"processes": (processes, 1), "max-restarts": (max_restarts, 0), "spares": (spares, 0)}
     if min_processes is not None:
-        least["min-processes"] = (min_processes, 1)
-    wrong = [f"--{name} must be at least {low}, got {value}" for name, (value, low) in least.items() if value < low]
-    if not wrong and min_processes is not None and min_processes > processes:
-        wrong = [f"--min-processes {min_processes} is more than --processes {processes}"]
-    if wrong:
-        raise ValueError(format_error("launch", "the numbers of processes cannot be used.", wrong))
+        values_and_limits["min-processes"] = (min_processes, 1)
+    problems = [
+        f"--{name} must be at least {limit}, got {value}"
+        for name, (value, limit) in values_and_limits.items()
+        if value < limit
+    ]
+    if not problems and min_processes is not None and min_processes > processes:
+        problems = [f"--min-processes {min_processes} is more than --processes {processes}"]
+    if problems:
+        raise ValueError(format_error("launch", "the numbers of processes cannot be used.", problems))
     if hang_timeout is not None and not hang_timeout > 0:
         raise ValueError(format_error("launch", f"--hang-timeout must be more than 0 seconds, got {hang_timeout:g}."))
 
 
-def _log(folder: Path, attempt: int, rank: int) -> Path:
+def _log_path(folder: Path, attempt: int, rank: int) -> Path:
     return folder / (f"process-{rank}.restart-{attempt}.log" if attempt else f"process-{rank}.log")
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[int]:
-    """Lock the folder of the logs, and give the descriptor of the lock: who writes there inherits it."""
+def _locked_folder(folder: Path) -> Iterator[int]:
+    """Lock the folder of the logs, and yield the descriptor of the lock, which the processes inherit."""
     folder.mkdir(parents=True, exist_ok=True)
     instead = "choose another --log-dir (of train, another --run-dir)"
-    held = acquire_lock("launch", folder, name=_LOCK, instead=instead)  # .lock is for whoever has checkpoints there
+    lock = acquire_lock(
+        "launch", folder, name=_LOCK_NAME, instead=instead
+    )  # .lock is the lock of Checkpoints in the same folder
     try:
-        assert held.descriptor is not None
-        yield held.descriptor
+        assert lock.descriptor is not None
+        yield lock.descriptor
     finally:
-        release_lock(held)
+        release_lock(lock)
 
 
-def _failure(ended: _Ended, processes: int) -> str:
-    assert ended.failed is not None
-    if ended.hang:
-        return ended.hang
-    rank, code = ended.failed
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    lines = _last_lines(ended.logs[rank], _SHOWN)
-    head = f"launch: process {rank} of {processes} {how}; the others were ended."
-    said = ["Its last lines:", *(f"  {line}" for line in lines)] if lines else ["It said nothing."]
-    return "\n".join([head, *said, f"All of it: {ended.logs[rank]}"])
+def _failure_text(result: _AttemptResult, processes: int) -> str:
+    assert result.failed is not None
+    if result.hang_text:
+        return result.hang_text
+    rank, code = result.failed
+    event = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    last_lines = _last_lines(result.logs[rank], _SHOWN_LINES)
+    first_line = f"launch: process {rank} of {processes} {event}; the others were ended."
+    output_lines = ["Its last lines:", *(f"  {line}" for line in last_lines)] if last_lines else ["It said nothing."]
+    return "\n".join([first_line, *output_lines, f"All of it: {result.logs[rank]}"])
 
 
-def _hint(count: int, processes: int) -> str:
-    """Return what may be wrong with a job that failed by itself, with fewer processes than it began with."""
+def _size_hint(count: int, processes: int) -> str:
+    """Return a hint for a job that failed with fewer processes than it began with, else an empty text."""
     if count == processes:
         return ""
     fix = (
@@ -276,154 +322,191 @@ def _hint(count: int, processes: int) -> str:
 
 
 def _last_lines(log: Path, count: int) -> list[str]:
-    """Return the last lines of a log, without blank ones and those of gloo."""
+    """Return the last lines of a log, without blank lines and lines of gloo."""
     lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
-    return [line for line in lines if line.strip() and not line.startswith(_GLOO.decode())][-count:]
+    return [line for line in lines if line.strip() and not line.startswith(_GLOO_PREFIX.decode())][-count:]
 
 
-class _Stop:
-    """What signals asked for: the first is passed on to the processes, a second Ctrl-C kills them."""
+class _Signals:
+    """The received signals. The first one is passed on to the processes; a second Ctrl-C kills them."""
 
     def __init__(self) -> None:
-        self.asked, self.twice, self._waiting = False, False, []
+        self.end_requested, self.kill_requested, self._unsent = False, False, []
 
-    def note(self, number: int, frame: object) -> None:
-        if number == signal.SIGINT and self.asked:
-            self.twice = True
-            self._waiting.append(signal.SIGKILL)
+    def record(self, number: int, frame: object) -> None:
+        if number == signal.SIGINT and self.end_requested:
+            self.kill_requested = True
+            self._unsent.append(signal.SIGKILL)
         else:
-            self.asked = True
-            self._waiting.append(signal.SIGTERM)
+            self.end_requested = True
+            self._unsent.append(signal.SIGTERM)
 
     def take(self) -> signal.Signals | None:
-        return self._waiting.pop(0) if self._waiting else None
+        return self._unsent.pop(0) if self._unsent else None
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[_Stop]:
-    """Note SIGTERM and SIGINT while the context lasts; elsewhere than in the main thread nothing is caught."""
-    stop, previous = _Stop(), {}
+def _catch_signals() -> Iterator[_Signals]:
+    """Record SIGTERM and SIGINT while the context lasts; only the main thread can do so."""
+    signals, previous_handlers = _Signals(), {}
     try:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
-                previous[number] = signal.signal(number, stop.note)
-        yield stop
+                previous_handlers[number] = signal.signal(number, signals.record)
+        yield signals
     finally:
-        for number, handler in previous.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _run_attempt(
     command: Sequence[str],
     count: int,
-    log_of: Callable[[int], Path],
-    stop: Callable[[], signal.Signals | None],
-    how: _Attempt,
-) -> _Ended:
-    """Run `count` processes until all have ended well, or one has failed or hangs and the others were ended.
+    log_path_of: Callable[[int], Path],
+    take_signal: Callable[[], signal.Signals | None],
+    context: _AttemptContext,
+) -> _AttemptResult:
+    """Run the processes of an attempt until all have succeeded, or until a failure or a hang ends them all.
 
-    `stop()` returns each signal that is to be passed on to all, once, else None.
+    Args:
+      command: the command.
+      count: how many processes.
+      log_path_of: returns the log of a rank.
+      take_signal: returns each signal to pass on, once, else None.
+      context: shared settings and helpers.
     """
     address, finished, members = _free_address(), queue.SimpleQueue(), []
-    hang, text, watch, grows = None, "", how.watch, False
-    how.heard.ranks()  # those of the attempt before
+    hang, hang_text, watch, grows = None, "", context.watch, False
+    context.failures.ranks()  # discard the reports of the previous attempt
     try:
         for rank in range(count):
-            own = _place(rank, count, address) | how.heard.environment | dict(how.environment)
+            member_environment = (
+                _place_environment(rank, count, address) | context.failures.environment | dict(context.environment)
+            )
             if watch is not None:
-                own |= watch.environment | {STACKS: str(_stacks_file(log_of(rank)))}
-            spare = how.spares.take()
-            members.append(_start(command, rank, log_of(rank), own, shown=rank == 0, keep=how.keep, spare=spare))
-            threading.Thread(target=_report, args=(members[-1], finished), daemon=True).start()
-        seen, hang, grows = _wait(members, finished, stop, how)
+                member_environment |= watch.environment | {STACKS: str(_stacks_file(log_path_of(rank)))}
+            spare = context.spares.take()
+            members.append(
+                _start(
+                    command,
+                    rank,
+                    log_path_of(rank),
+                    member_environment,
+                    shown=rank == 0,
+                    inherited_descriptors=context.inherited_descriptors,
+                    spare=spare,
+                )
+            )
+            threading.Thread(target=_report_exit, args=(members[-1], finished), daemon=True).start()
+        exits, hang, grows = _wait_for_exits(members, finished, take_signal, context)
         if hang is not None and watch is not None:
-            text = _describe(hang, members, watch)
-        said = how.heard.ranks()
+            hang_text = _hang_text(hang, members, watch)
+        reported_ranks = context.failures.ranks()
     finally:
-        _end(members, grace=0.0 if all(one.process.poll() == 0 for one in members) else _GRACE)
+        _end_members(members, grace=0.0 if all(member.process.poll() == 0 for member in members) else _GRACE)
     logs = tuple(member.log for member in members)
     if hang is not None:
-        return _Ended((hang.ranks[0], HUNG), len(hang.ranks) % count, logs, text, hang.seconds)
-    codes = {rank: code for rank, code in seen if code}
-    killed = len(_killed(codes))
-    return _Ended(_first_failure(codes, said), killed, logs, grows=grows)
+        return _AttemptResult((hang.ranks[0], HUNG), len(hang.ranks) % count, logs, hang_text, hang.seconds)
+    codes = {rank: code for rank, code in exits if code}
+    killed = len(_killed_ranks(codes))
+    return _AttemptResult(_first_failure(codes, reported_ranks), killed, logs, grows=grows)
 
 
-def _describe(hang: Hang, members: Sequence[_Member], watch: Watch) -> str:
-    """Let all processes write their stacks, and return what is said of the hang."""
-    heard = watch.heard()
+def _hang_text(hang: Hang, members: Sequence[_Member], watch: Watch) -> str:
+    """Let all processes write their stacks, and return the message about the hang."""
+    reports = watch.reports()
     files = {member.rank: _stacks_file(member.log) for member in members}
     for member in members:
-        if heard.get(member.rank) is not None:  # who never reported would die of the signal
-            _tell(member, STACKS_SIGNAL)
-    time.sleep(_DUMP)
+        if reports.get(member.rank) is not None:  # a process that never reported has no handler and would die
+            _send_signal(member, STACKS_SIGNAL)
+    time.sleep(_STACKS_SECONDS)
     stacks = {rank: file.read_text(errors="replace") for rank, file in files.items() if file.is_file()}
     states = {member.rank: process_state(member.process.pid) for member in members}
-    return describe("launch", hang, heard, len(members), stacks, states) + f"\nAll stacks: {files[0].parent}/*.stacks"
+    return describe("launch", hang, reports, len(members), stacks, states) + f"\nAll stacks: {files[0].parent}/*.stacks"
 
 
 def _stacks_file(log: Path) -> Path:
     return log.with_suffix(".stacks")
 
 
-def _first_failure(codes: dict[int, int], said: Sequence[int]) -> tuple[int, int] | None:
-    """Return the rank and exit code of who failed first, given the exit codes in the order in which they were seen.
+def _first_failure(codes: dict[int, int], reported_ranks: Sequence[int]) -> tuple[int, int] | None:
+    """Return the rank and exit code of the process that failed first.
 
-    The others fail because they miss it. Who was killed comes before all. Then, if the one whose end was seen first
-    said that it fails, who said so first.
+    The other processes fail because they miss it. A process that was killed comes first. Otherwise, if the process
+    whose exit was seen first reported a failure, the first process that reported one comes first.
+
+    Args:
+      codes: exit codes by rank, in the order of the exits.
+      reported_ranks: the ranks that reported a failure, in order.
     """
     if not codes:
         return None
-    seen = next(iter(codes))
-    first = next(iter(_killed(codes)), None)
-    if first is None:
-        first = next((rank for rank in said if rank in codes), seen) if seen in said else seen
-    return first, codes[first]
+    first_seen = next(iter(codes))
+    first_failed = next(iter(_killed_ranks(codes)), None)
+    if first_failed is None:
+        first_failed = (
+            next((rank for rank in reported_ranks if rank in codes), first_seen)
+            if first_seen in reported_ranks
+            else first_seen
+        )
+    return first_failed, codes[first_failed]
 
 
-def _killed(codes: dict[int, int]) -> list[int]:
-    """Return the ranks that were killed; of those that jax aborts since it misses another (SIGABRT), only one seen first."""
-    seen = next(iter(codes), None)
-    return [rank for rank, code in codes.items() if code < 0 and (code != -signal.SIGABRT or rank == seen)]
+def _killed_ranks(codes: dict[int, int]) -> list[int]:
+    """Return the ranks that were killed by a signal.
+
+    jax aborts a process (SIGABRT) that misses another one. So an aborted process counts only if its exit was seen
+    first.
+    """
+    first_seen = next(iter(codes), None)
+    return [rank for rank, code in codes.items() if code < 0 and (code != -signal.SIGABRT or rank == first_seen)]
 
 
-def _report(member: _Member, finished: "queue.SimpleQueue[tuple[int, int]]") -> None:
+def _report_exit(member: _Member, finished: "queue.SimpleQueue[tuple[int, int]]") -> None:
     finished.put((member.rank, member.process.wait()))
 
 
-def _wait(
+def _wait_for_exits(
     members: Sequence[_Member],
     finished: "queue.SimpleQueue[tuple[int, int]]",
-    stop: Callable[[], signal.Signals | None],
-    how: _Attempt,
+    take_signal: Callable[[], signal.Signals | None],
+    context: _AttemptContext,
 ) -> tuple[list[tuple[int, int]], Hang | None, bool]:
-    """Return (rank, exit code) in the order in which they ended, until all have, or shortly after a failure; or a hang.
+    """Wait until all processes have ended, or until shortly after a failure, or until a hang.
 
-    And whether they were asked to end because more can run.
+    Args:
+      members: the processes.
+      finished: gets (rank, exit code) of each process that ends.
+      take_signal: returns each signal to pass on, once, else None.
+      context: shared settings and helpers.
+
+    Returns:
+      (rank, exit code) of the processes in the order of their exits, the hang or None, and whether the processes were
+      asked to end because more can run.
     """
-    seen: list[tuple[int, int]] = []
-    failed, grows = False, False
-    while len(seen) < len(members):
-        if not (grows or seen) and how.can_grow():
+    exits: list[tuple[int, int]] = []
+    has_failed, grows = False, False
+    while len(exits) < len(members):
+        if not (grows or exits) and context.can_grow():
             grows = True
             for member in members:
-                _tell(member, signal.SIGTERM)
-        if (number := stop()) is not None:
+                _send_signal(member, signal.SIGTERM)
+        if (signal_number := take_signal()) is not None:
             for member in members:
-                _tell(member, number)
+                _send_signal(member, signal_number)
         try:
-            seen.append(finished.get(timeout=_LULL if failed else 0.1))
+            exits.append(finished.get(timeout=_CAUSE_SECONDS if has_failed else 0.1))
         except queue.Empty:
-            if failed:
+            if has_failed:
                 break
-            how.spares.refill()
-            if how.watch is not None and (hang := how.watch.check()) is not None:
-                return seen, hang, grows
+            context.spares.refill()
+            if context.watch is not None and (hang := context.watch.check()) is not None:
+                return exits, hang, grows
             continue
-        if how.watch is not None:
-            how.watch.forget(seen[-1][0])
-        failed = failed or bool(seen[-1][1])
-    return seen, None, grows
+        if context.watch is not None:
+            context.watch.forget(exits[-1][0])
+        has_failed = has_failed or bool(exits[-1][1])
+    return exits, None, grows
 
 
 def _start(
@@ -433,95 +516,116 @@ def _start(
     environment: Mapping[str, str],
     *,
     shown: bool,
-    keep: Sequence[int],
+    inherited_descriptors: Sequence[int],
     spare: subprocess.Popen[bytes] | None = None,
 ) -> _Member:
-    """Start one process with its output in a file, and on the screen too where it is shown. It dies with this thread.
+    """Start one process with its output in a log, and on the screen too if `shown`. It dies with this thread.
 
-    It has `environment` beside that of this process, and inherits the descriptors `keep`. With a spare, that is the process.
+    Args:
+      command: the command.
+      rank: the rank of the process.
+      log: the log file.
+      environment: variables in addition to the environment of this process.
+      shown: whether the output is also copied to the screen.
+      inherited_descriptors: descriptors that the process inherits.
+      spare: a spare that becomes the process, or None to start a new one.
     """
     if shutil.which(command[0]) is None:
-        number = errno.EACCES if Path(command[0]).exists() else errno.ENOENT
-        raise OSError(number, os.strerror(number), command[0])
+        error_number = errno.EACCES if Path(command[0]).exists() else errno.ENOENT
+        raise OSError(error_number, os.strerror(error_number), command[0])
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as file:
-        out = subprocess.PIPE if shown else file
-        process = spare or _spawn(command, environment, keep, stdin=subprocess.DEVNULL, out=out)
+        output = subprocess.PIPE if shown else file
+        process = spare or _spawn(command, environment, inherited_descriptors, stdin=subprocess.DEVNULL, output=output)
     if spare is not None:
-        _give_place(spare, command, environment)
+        _assign_place(spare, command, environment)
     readers = []
     if shown or spare is not None:
-        both = log.open("ab", buffering=0)
-        for source, screen in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-            assert source is not None  # a pipe
+        log_file = log.open("ab", buffering=0)
+        for pipe, screen in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            assert pipe is not None  # a pipe
             screen = screen if shown else None
-            readers.append(threading.Thread(target=_copy, args=(source, both, screen), daemon=True))
+            readers.append(threading.Thread(target=_copy, args=(pipe, log_file, screen), daemon=True))
         for reader in readers:
             reader.start()
-        threading.Thread(target=_close_after, args=(readers, both), daemon=True).start()
+        threading.Thread(target=_close_after, args=(readers, log_file), daemon=True).start()
     return _Member(rank, process, log, tuple(readers))
 
 
 def _spawn(
-    command: Sequence[str], environment: Mapping[str, str], keep: Sequence[int], *, stdin: int, out: IO[bytes] | int
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    inherited_descriptors: Sequence[int],
+    *,
+    stdin: int,
+    output: IO[bytes] | int,
 ) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-I", "-S", str(_FOLLOW), str(os.getpid()), *command],
         env=os.environ | environment,
-        pass_fds=keep,
+        pass_fds=inherited_descriptors,
         stdin=stdin,
-        start_new_session=True,  # Ctrl-C comes to us alone, and a kill reaches its children as well
-        stdout=out,
-        stderr=out,
+        start_new_session=True,  # only the launcher gets Ctrl-C, and a kill reaches the children too
+        stdout=output,
+        stderr=output,
     )
 
 
 class _Spares:
-    """Processes that stand by for the next attempt, see `standby.py`; until `close`."""
+    """Spare processes for the next attempt, see `standby.py`; until `close`.
 
-    def __init__(self, count: int, keep: Sequence[int]):
-        self._count, self._keep, self._waiting = count, keep, []
+    Args:
+      count: how many spares to keep.
+      inherited_descriptors: descriptors that they inherit.
+    """
+
+    def __init__(self, count: int, inherited_descriptors: Sequence[int]):
+        self._count, self._inherited_descriptors, self._processes = count, inherited_descriptors, []
         self._environment: Mapping[str, str] | None = None
-        self._due = 0.0
+        self._next_start = 0.0
 
     def check(self, command: Sequence[str]) -> None:
-        """Refuse a command that a process that stands by cannot become."""
+        """Refuse a command that a spare cannot run."""
         if self._count and (command[0] != sys.executable or not (command[1] == "-m" or command[1].endswith(".py"))):
-            what = f"--spares {self._count} needs a python script or train, got {command[0]!r}."
-            raise ValueError(format_error("launch", what, fix="leave --spares out, or launch the script itself."))
+            problem = f"--spares {self._count} needs a python script or train, got {command[0]!r}."
+            raise ValueError(format_error("launch", problem, fix="leave --spares out, or launch the script itself."))
 
     def begin(self, environment: Mapping[str, str] | None) -> None:
-        """Begin an attempt; None where no other follows, so that nobody needs to stand by after it."""
-        self._environment, self._due = environment, time.monotonic() + _SPARES_AFTER
+        """Begin an attempt with this environment for new spares; None if no other attempt can follow."""
+        self._environment, self._next_start = environment, time.monotonic() + _SPARES_AFTER
 
     def refill(self) -> None:
-        """Start one, if one is missing and due: one after another, so that they take little from those that work."""
-        if self._environment is None or len(self._waiting) == self._count or time.monotonic() < self._due:
+        """Start one spare if one is missing and its time has come. Spares start one after another."""
+        if self._environment is None or len(self._processes) == self._count or time.monotonic() < self._next_start:
             return
-        command, how = [sys.executable, str(_STANDBY)], _constant() | dict(self._environment)
-        self._waiting.append(_spawn(command, how, self._keep, stdin=subprocess.PIPE, out=subprocess.PIPE))
-        self._due = time.monotonic() + _SPARES_APART
+        command, spare_environment = [sys.executable, str(_STANDBY)], _common_environment() | dict(self._environment)
+        self._processes.append(
+            _spawn(
+                command, spare_environment, self._inherited_descriptors, stdin=subprocess.PIPE, output=subprocess.PIPE
+            )
+        )
+        self._next_start = time.monotonic() + _SPARES_EVERY
 
     def ready(self) -> int:
-        """Return how many wait."""
-        return sum(one.poll() is None for one in self._waiting)
+        """Return how many spares are alive."""
+        return sum(process.poll() is None for process in self._processes)
 
     def take(self) -> subprocess.Popen[bytes] | None:
-        """Return one that waits, or None."""
-        while self._waiting:
-            one = self._waiting.pop(0)
-            if one.poll() is None:
-                return one
-            _drop(one)
+        """Remove a live spare and return it, or None."""
+        while self._processes:
+            process = self._processes.pop(0)
+            if process.poll() is None:
+                return process
+            _end_spare(process)
         return None
 
     def close(self) -> None:
-        """End those that wait."""
-        while self._waiting:
-            _drop(self._waiting.pop())
+        """End all spares."""
+        while self._processes:
+            _end_spare(self._processes.pop())
 
 
-def _drop(process: subprocess.Popen[bytes]) -> None:
+def _end_spare(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout, process.stderr):
@@ -530,42 +634,45 @@ def _drop(process: subprocess.Popen[bytes]) -> None:
                 pipe.close()
 
 
-def _give_place(spare: subprocess.Popen[bytes], command: Sequence[str], environment: Mapping[str, str]) -> None:
+def _assign_place(spare: subprocess.Popen[bytes], command: Sequence[str], environment: Mapping[str, str]) -> None:
     assert spare.stdin is not None  # a pipe
-    with contextlib.suppress(OSError), spare.stdin as pipe:  # one that has died is seen as any process that does
+    with contextlib.suppress(OSError), spare.stdin as pipe:  # a dead spare is noticed like any process that dies
         pipe.write(json.dumps({"environment": dict(environment), "words": list(command[1:])}).encode() + b"\n")
 
 
-def _cache(log_dir: Path) -> dict[str, str]:
-    """Return what lets the next attempt find compiled programs, but for what the user has said of it."""
-    ours = {"JAX_COMPILATION_CACHE_DIR": str(log_dir / "compiled"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    return {name: os.environ.get(name, value) for name, value in ours.items()}
+def _cache_environment(log_dir: Path) -> dict[str, str]:
+    """Return the variables of jax's compilation cache for the next attempt; the user's values take precedence."""
+    defaults = {
+        "JAX_COMPILATION_CACHE_DIR": str(log_dir / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    return {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 
-def _place(rank: int, count: int, address: str) -> dict[str, str]:
-    """Return what tells a process its place in the job, for `so.initialize`; and that its lines are not to wait.
+def _place_environment(rank: int, count: int, address: str) -> dict[str, str]:
+    """Return the variables with a process's place in the job, for `so.initialize`, and the common variables.
 
-    SHARDOPT_LAUNCHED is the launcher. A process that has it ends at once when it fails, where others would wait for it,
-    and dies with the launcher; see `so.initialize`.
+    SHARDOPT_LAUNCHED is the id of the launcher. A process with this variable ends at once when it fails, since others
+    would wait for it, and dies with the launcher; see `so.initialize`.
     """
     return {
         "JAX_COORDINATOR_ADDRESS": address,
         "JAX_NUM_PROCESSES": str(count),
         "JAX_PROCESS_ID": str(rank),
         BEGAN: str(time.time()),
-        **_constant(),
+        **_common_environment(),
     }
 
 
-# XLA:CPU allocates the temporaries of every step anew. By itself glibc maps them each time and gives them back, and each page
-# is a fault that fills it with zeros. Here pages are of 2 MB, and what is freed stays: one arena, nothing mapped for itself,
-# nothing trimmed.
+# XLA:CPU allocates its temporaries again in every step. By default glibc maps them each time and returns them to the
+# system, and each page causes a fault that fills it with zeros. These settings use pages of 2 MB and keep freed memory:
+# one arena, no separate mappings, no trimming.
 _MALLOC = (
     "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776"
 )
 
 
-def _constant() -> dict[str, str]:
+def _common_environment() -> dict[str, str]:
     return {
         "SHARDOPT_LAUNCHED": str(os.getpid()),
         "PYTHONUNBUFFERED": "1",
@@ -575,41 +682,43 @@ def _constant() -> dict[str, str]:
 
 
 def _free_address() -> str:
-    """Return an address of this machine with a port that nobody listens on now."""
+    """Return an address of this machine with a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-def _end(members: Sequence[_Member], *, grace: float) -> None:
-    """Ask all that still run to end, wait a while, and kill those that did not, with their children."""
+def _end_members(members: Sequence[_Member], *, grace: float) -> None:
+    """Ask all running processes to end, wait `grace` seconds, and kill the others with their children."""
     for member in members:
-        _tell(member, signal.SIGTERM)
-    waiting = threading.Event()
-    watcher = threading.Thread(target=lambda: [m.process.wait() for m in members] and waiting.set(), daemon=True)
+        _send_signal(member, signal.SIGTERM)
+    all_ended = threading.Event()
+    watcher = threading.Thread(
+        target=lambda: [member.process.wait() for member in members] and all_ended.set(), daemon=True
+    )
     watcher.start()
-    waiting.wait(grace)
+    all_ended.wait(grace)
     for member in members:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(member.process.pid, signal.SIGKILL)
         member.process.wait()
         for reader in member.readers:
-            reader.join(_DRAIN)
+            reader.join(_COPY_SECONDS)
 
 
-def _tell(member: _Member, number: signal.Signals) -> None:
-    """Send a signal to a process that still runs."""
+def _send_signal(member: _Member, signal_number: signal.Signals) -> None:
+    """Send a signal to a process if it still runs."""
     if member.process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
-            member.process.send_signal(number)
+            member.process.send_signal(signal_number)
 
 
-def _copy(source: IO[bytes], log: IO[bytes], screen: TextIO | None) -> None:
-    with source:
-        for line in source:
+def _copy(pipe: IO[bytes], log: IO[bytes], screen: TextIO | None) -> None:
+    with pipe:
+        for line in pipe:
             log.write(line)
-            if screen is not None and not line.startswith(_GLOO):
-                with contextlib.suppress(OSError, ValueError):  # a closed screen does not stop the log
+            if screen is not None and not line.startswith(_GLOO_PREFIX):
+                with contextlib.suppress(OSError, ValueError):  # the log continues if the screen is closed
                     screen.write(line.decode(errors="replace"))
                     screen.flush()
 

@@ -1,7 +1,7 @@
-"""Messages between the processes of a run: bytes, from connections that have proved that they know the run's token.
+"""Messages between the processes of a run: bytes over connections whose peers know the run's token.
 
-The proof is an HMAC of a challenge, both ways (`multiprocessing.connection`); nothing is ever unpickled. Only the standard
-library is imported here.
+Both sides prove it with an HMAC of a challenge (`multiprocessing.connection`). No message is ever unpickled. This file
+imports only the standard library.
 """
 
 import contextlib
@@ -12,18 +12,24 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError)
-"""What reading a message of another form raises; its connection is closed."""
+"""The errors of reading a malformed message; its connection is then closed."""
 
 
-_PATIENCE = 5.0
-"""Seconds that another host has to answer."""
+_CONNECT_SECONDS = 5.0
+"""Seconds within which another host must answer."""
 
 
 class Server:
-    """Hands each connection that knows the token to `handle`, on a thread of its own, until `close`.
+    """Passes each connection that knows the token to `handle`, on a thread per connection, until `close`.
+
+    Args:
+      handle: serves one connection.
+      token: the token of the run.
+      host: the address to listen on.
+      port: the port to listen on; 0 for any free port.
 
     Attributes:
-      port: where it listens.
+      port: the port on which it listens.
     """
 
     def __init__(self, handle: Callable[[Connection], None], token: str, *, host: str = "127.0.0.1", port: int = 0):
@@ -33,9 +39,9 @@ class Server:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._closed = True
-        with contextlib.suppress(OSError):  # who accepts wakes up
+        with contextlib.suppress(OSError):  # wakes up the thread that accepts
             socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
         self._listener.close()
 
@@ -56,10 +62,10 @@ def connect(address: str, token: str) -> Connection:
     """Connect to a `Server` at "host:port".
 
     Raises:
-      OSError: if nobody listens there.
-      multiprocessing.AuthenticationError: if the token is not the server's.
+      OSError: if no server listens there.
+      multiprocessing.AuthenticationError: if the server has another token.
     """
     host, _, port = address.rpartition(":")
-    if host != "127.0.0.1":  # a host that is gone does not say so; the system would wait for minutes
-        socket.create_connection((host, int(port)), timeout=_PATIENCE).close()
+    if host != "127.0.0.1":  # without a timeout, the system would wait minutes for a lost host
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
     return Client((host, int(port)), authkey=token.encode())

@@ -1,4 +1,4 @@
-"""This process as one of a job: joining the others, saying who failed first, ending, and its memory."""
+"""This process as one of a job: join the others, report a failure, end at once, return freed memory."""
 
 import contextlib
 import ctypes
@@ -30,46 +30,50 @@ _CLUSTER_VARIABLES = (
     "MEGASCALE_COORDINATOR_ADDRESS",
     "CLOUD_TPU_TASK_ID",
 )
-_PLACE = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-"""All that is to be known; `shardopt launch` sets it, and any other launcher can."""
-_PATIENCE = 20.0
-"""Seconds for which the address of process 0 is tried; jax then goes on trying, and says that it cannot be reached."""
-_PIPE = "SHARDOPT_FAILURES"
-"""The descriptor of the pipe of `failures`, in the environment of each process."""
+_PLACE_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+"""All variables that `initialize` needs. `shardopt launch` sets them, and any other launcher can."""
+_CONNECT_SECONDS = 20.0
+"""Seconds for which the address of process 0 is tried. Then jax tries it, and raises if it cannot be reached."""
+_PIPE_VARIABLE = "SHARDOPT_FAILURES"
+"""The environment variable with the descriptor of the pipe of `failures`."""
 
 
 def initialize(
     coordinator_address: str | None = None, num_processes: int | None = None, process_id: int | None = None
 ) -> None:
-    """Join this process to the others of the job; call it before anything touches a device.
+    """Join this process to the other processes of the job; call it before any code uses a device.
 
-    With no arguments the place of this process is read from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID where all three are set, as `shardopt launch` does; else the cluster is detected from the environment
-    (SLURM, Open MPI, indexed jobs of Kubernetes, Cloud TPU). On a single machine outside any launcher it does nothing.
-    On CPU, collectives between processes use gloo.
+    Without arguments, the place of this process comes from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID, if all three are set; `shardopt launch` sets them. Otherwise the cluster is detected from the
+    environment (SLURM, Open MPI, indexed jobs of Kubernetes, Cloud TPU). On a single machine without a launcher it
+    does nothing. On CPU, collectives between processes use gloo.
 
-    Under `shardopt launch` an error that nobody catches ends this process at once, not after the others, who may be
-    waiting for it; and where the launcher dies, so does this process. SIGTERM ends it, until `fit` listens for it: jax's own
-    notice of preemption, which would swallow it, is switched off there.
+    Under `shardopt launch`:
+
+    - An uncaught error ends this process at once. It does not wait for the other processes, which may be waiting for
+      it.
+    - If the launcher dies, this process dies too.
+    - SIGTERM ends this process, until `fit` handles the signal. jax's own preemption notice, which would ignore
+      SIGTERM, is switched off.
 
     Args:
       coordinator_address: `"host:port"` of process 0.
       num_processes: how many processes the job has.
-      process_id: this process's number, from 0.
+      process_id: the number of this process, from 0.
 
     Raises:
-      ValueError: if only some of the three arguments are given.
+      ValueError: if only some of the three arguments are passed.
       RuntimeError: if devices were already used in this process.
     """
-    given = (coordinator_address, num_processes, process_id)
-    if any(value is not None for value in given) and any(value is None for value in given):
+    arguments = (coordinator_address, num_processes, process_id)
+    if any(value is not None for value in arguments) and any(value is None for value in arguments):
         raise ValueError(
             "initialize: coordinator_address, num_processes and process_id go together, got "
             f"{coordinator_address!r}, {num_processes!r}, {process_id!r}.\n"
             "Fix: give all three, or none where SLURM, Open MPI, Kubernetes or Cloud TPU started the job."
         )
-    if coordinator_address is None and all(name in os.environ for name in _PLACE):
-        address, count, rank = (os.environ[name] for name in _PLACE)
+    if coordinator_address is None and all(name in os.environ for name in _PLACE_VARIABLES):
+        address, count, rank = (os.environ[name] for name in _PLACE_VARIABLES)
         coordinator_address, num_processes, process_id = address, int(count), int(rank)
     if coordinator_address is None and not any(name in os.environ for name in _CLUSTER_VARIABLES):
         return
@@ -81,91 +85,96 @@ def initialize(
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     with progress.waiting("join"):
         if coordinator_address is not None and process_id:
-            _wait_until_heard(coordinator_address)
+            _wait_for_address(coordinator_address)
         jax.distributed.initialize(coordinator_address, num_processes, process_id)
     if "SHARDOPT_LAUNCHED" in os.environ and threading.current_thread() is threading.main_thread():
-        # jax has caught SIGTERM in C++, unknown to Python: what Python knows of is put back.
+        # jax has installed a handler for SIGTERM in C++ that Python does not know: restore Python's handler.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
 
 
-def _wait_until_heard(address: str) -> None:
-    """Wait, for a while, until process 0 listens: gRPC tries again only a second after it found nobody."""
+def _wait_for_address(address: str) -> None:
+    """Wait a limited time until process 0 listens: gRPC retries only a second after a failed connection."""
     host, _, port = address.rpartition(":")
-    latest = time.monotonic() + _PATIENCE
-    while time.monotonic() < latest:
+    deadline = time.monotonic() + _CONNECT_SECONDS
+    while time.monotonic() < deadline:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE).close()
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
             return
-        except (OSError, ValueError):  # jax says what is wrong with an address
+        except (OSError, ValueError):  # jax reports an invalid address
             time.sleep(0.01)
 
 
 def _follow_launcher() -> None:
-    """End this process at once when it fails, and when its launcher dies."""
+    """Make this process end at once when it fails, and when its launcher dies."""
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        say_failed()
-        sys.__excepthook__(kind, error, trace)
+    def hook(error_type: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        report_failure()
+        sys.__excepthook__(error_type, error, traceback)
         end_at_once(1)
 
     sys.excepthook = hook
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
-        os.kill(int(os.environ["SHARDOPT_LAUNCHED"]), 0)  # it may have died while this process was importing
+        os.kill(int(os.environ["SHARDOPT_LAUNCHED"]), 0)  # the launcher may have died while this process was importing
     except ProcessLookupError:
         sys.exit("initialize: the launcher of this process has died.")
-    except PermissionError:  # it lives, and is another user's
+    except PermissionError:  # the launcher lives, and belongs to another user
         pass
 
 
 def num_processes() -> int:
-    """Return how many processes the job has, as `initialize` left it; no backend is started."""
-    from jax._src.distributed import global_state  # jax.process_count() would start one
+    """Return how many processes the job has; unlike `jax.process_count()`, it starts no backend."""
+    from jax._src.distributed import global_state  # jax.process_count() would start a backend
 
     return global_state.num_processes or 1
 
 
 def end_at_once(code: int) -> None:
-    """End this process if it is one of several, without the handlers that wait for the others; else return.
+    """End this process if it is one of several, without the exit handlers that wait for the others; else return.
 
-    jax waits at exit until all processes of the job have come so far. A process that failed alone would wait for
-    minutes, and the others for it.
+    At exit jax waits until all processes of the job have reached their exit. A process that failed would wait minutes
+    for the others, and they for it.
     """
     if jax.distributed.is_initialized():
-        say_failed()
+        report_failure()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
 
 class Failures:
-    """The launcher's end of a pipe that all processes inherit, on which each says that it fails.
+    """The launcher's end of a pipe that all processes inherit, through which a process reports that it fails.
 
-    The others miss a process when the kernel closes its connections, which is before the kernel reports its end; on a
-    busy machine one of them can have failed and ended in between. So it says itself that it fails, before they can.
+    When a process fails, the kernel closes its connections before it reports the exit. So on a busy machine another
+    process can notice, fail and end before the launcher learns of the first one. A process therefore reports its
+    failure itself first.
+
+    Args:
+      reading: the descriptor that the launcher reads from.
+      writing: the descriptor that the processes write to.
 
     Attributes:
-      environment: what tells a process where to say that it fails.
-      descriptor: what it inherits for that.
+      environment: the environment variable through which a process finds the pipe.
+      descriptor: the descriptor that a process inherits.
     """
 
     def __init__(self, reading: int, writing: int):
         self._reading, self.descriptor = reading, writing
-        self.environment = {_PIPE: str(writing)}
+        self.environment = {_PIPE_VARIABLE: str(writing)}
 
     def ranks(self) -> list[int]:
-        """Return who said that it fails, in that order."""
-        said = b""
-        with contextlib.suppress(BlockingIOError):  # nobody says any more
+        """Return the ranks that reported a failure since the last call, in order."""
+        received = b""
+        with contextlib.suppress(BlockingIOError):  # the pipe is empty
             while True:
-                said += os.read(self._reading, 4096)
-        return [int(line) for line in said.split()]
+                received += os.read(self._reading, 4096)
+        return [int(line) for line in received.split()]
 
 
 @contextlib.contextmanager
 def failures() -> Iterator[Failures]:
-    """Listen to the processes of one attempt."""
+    """Open the pipe for the processes of a job; close it at the end."""
     reading, writing = os.pipe()
     try:
         os.set_blocking(reading, False)
@@ -175,19 +184,19 @@ def failures() -> Iterator[Failures]:
         os.close(writing)
 
 
-def say_failed() -> None:
-    """Tell the launcher that this process fails, if there is one that listens."""
+def report_failure() -> None:
+    """Tell the launcher that this process fails, if a launcher listens."""
     with contextlib.suppress(KeyError, ValueError, OSError):
-        descriptor = int(os.environ[_PIPE])
-        if stat.S_ISFIFO(os.fstat(descriptor).st_mode):  # who closed it may have opened something else there
+        descriptor = int(os.environ[_PIPE_VARIABLE])
+        if stat.S_ISFIFO(os.fstat(descriptor).st_mode):  # the number may belong to another file by now
             os.write(descriptor, f"{int(os.environ['JAX_PROCESS_ID'])}\n".encode())
 
 
 def trim_malloc() -> None:
-    """Return freed memory to the operating system, where the C library can (glibc).
+    """Return freed memory to the operating system, if the C library supports it (glibc).
 
-    XLA's compiler takes hundreds of megabytes for the step of a small model, and gigabytes for that of a large one.
-    glibc keeps them for the process after they are freed, beside all that training allocates from then on.
+    XLA's compiler uses hundreds of megabytes for the step of a small model, and gigabytes for the step of a large
+    model. After they are freed, glibc keeps them for the process, in addition to all later allocations of training.
 
     References:
       malloc_trim(3), Linux man-pages.
@@ -197,6 +206,6 @@ def trim_malloc() -> None:
 
 @functools.cache
 def _trim() -> Callable[[int], int]:
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # no C library of that name, or without the function
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library, without this function
         return ctypes.CDLL(None).malloc_trim
     return lambda _: 0

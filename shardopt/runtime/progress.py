@@ -1,8 +1,8 @@
-"""What this process is doing, for whoever watches it: marks of step and phase, and a thread that reports them.
+"""The progress of this process for a watch: marks of step and phase, and a thread that reports them.
 
-Marks are made by the threads that train and save; the thread that reports only reads them, so a collective that hangs
-does not stop it. What does stop it is told apart by `watch`: SIGSTOP, a dead host or network, native code that keeps the
-interpreter. Only the standard library is imported here.
+The threads that train and save make marks; the reporting thread only reads them. So a collective that hangs does not
+stop the reports. `watch` distinguishes the causes of missing reports: SIGSTOP, a dead host or network, and native
+code that holds the interpreter lock. This file imports only the standard library.
 """
 
 import atexit
@@ -21,67 +21,68 @@ from pathlib import Path
 from typing import NamedTuple
 
 MAIN, SAVING = "main", "saving"
-"""Lanes: what goes on in one thread, in the same order on all processes."""
+"""Lanes: a lane is the work of one thread, in the same order on all processes."""
 
 START = "start"
-"""The phase until a loop reports: nobody knows how long it may take, but others may wait for who stays in it."""
+"""The phase until a loop reports. Its duration is unknown, but other processes may wait for this one."""
 
-OWN = ("data", "log")
-"""Phases that a process spends on its own work, not on waiting for devices or others."""
+OWN_WORK = ("data", "log")
+"""Phases of a process's own work, without waiting for devices or other processes."""
 
 STACKS_SIGNAL = signal.SIGUSR2
-"""Asks a process that reports to write the stacks of its threads to its file; works in native code too."""
+"""This signal makes a reporting process write the stacks of its threads to its file, even in native code."""
 
 ADDRESS, TOKEN, BEAT, STACKS = "SHARDOPT_WATCH", "SHARDOPT_WATCH_TOKEN", "SHARDOPT_WATCH_BEAT", "SHARDOPT_WATCH_STACKS"
-"""Names in the environment: where to report ("host:port"), the run's token, seconds between reports, file for stacks."""
+"""Environment variables: address of the watch ("host:port"), token, seconds between reports, file for stacks."""
 
 HUNG = 124
-"""Exit code of a process that was ended because the job hangs, as that of timeout(1)."""
+"""Exit code of a process that was ended because the job hangs; timeout(1) uses it too."""
 
 
 class Mark(NamedTuple):
-    """The last thing that a lane was seen to begin.
+    """The phase that a lane began last.
 
     Attributes:
       step: steps taken.
-      nth: marks made in this step; with `step` it says who is behind, as all processes make the same marks.
-      phase: what began, "data", "step", "wait", "checkpoint", "evaluate", ...; "" while the lane has nothing to do.
-      at: when, in seconds; of `time.monotonic` here, seconds ago in a report.
-      usual: seconds that this phase may well take, by what it took before in this process; negative if it never ended
-        here: then it may compile.
-      thread: the number of the thread.
+      number: how many marks were made in this step before. All processes make the same marks, so `step` and `number`
+        tell which process is behind.
+      phase: the name of the phase, "data", "step", "wait", "checkpoint", "evaluate", ...; "" if the lane has no work.
+      began: seconds: `time.monotonic` in this process, seconds ago in a report.
+      expected_seconds: how long this phase may take, from its earlier durations in this process. It is negative if
+        the phase never ended before: then it may compile.
+      thread: the id of the thread.
     """
 
     step: int
-    nth: int
+    number: int
     phase: str
-    at: float
-    usual: float
+    began: float
+    expected_seconds: float
     thread: int
 
 
 _lanes: dict[str, Mark] = {}
-_usual: dict[tuple[str, str], tuple[int, float]] = {}
-"""How often a phase of a lane ended, and what it may well take."""
-_own: float = 0.0
+_durations: dict[tuple[str, str], tuple[int, float]] = {}
+"""By lane and phase: how often the phase ended, and how many seconds it may take."""
+_own_seconds: float = 0.0
 _steps: int = 0
 _devices: tuple[int, list[float]] = (0, [])
-"""How often the devices were probed, and the seconds that each needed last."""
-_sending = threading.Lock()
-_reported, _ending = threading.Event(), threading.Event()
+"""How often the devices were probed, and the seconds of each device in the last probe."""
+_send_lock = threading.Lock()
+_reported, _exiting = threading.Event(), threading.Event()
 
 
 def report_progress(step: int, phase: str = "step") -> None:
-    """Say that a loop of your own has come so far, for `shardopt launch --hang-timeout` and `so.watchdog`.
+    """Report the progress of your own training loop, for `shardopt launch --hang-timeout` and `so.watchdog`.
 
-    `fit` does this by itself. In a loop of your own say it at least once a step, on every process alike: a process whose
-    last report stays behind those of others is the one that is named. It costs about a microsecond, and nothing is sent:
-    a thread reports it once a second or so.
+    `fit` calls this itself. In your own loop call it at least once a step, on every process in the same way. The
+    process whose last report is behind the others is the one that is named. A call costs about a microsecond and
+    sends no message: a thread sends the last report about once a second.
 
     Args:
       step: steps taken.
-      phase: what begins now, such as "data", "step", "checkpoint" or "evaluate"; "" where nothing more is to be watched.
-        What is spent in "data" and "log" counts as this process's own time, by which a slow one is found.
+      phase: the phase that begins now, such as "data", "step", "checkpoint" or "evaluate"; "" to stop being watched.
+        Time in "data" and "log" counts as this process's own work, which shows a slow process.
 
     Raises:
       TypeError: if `step` is not an integer or `phase` not a string.
@@ -98,69 +99,72 @@ def report_progress(step: int, phase: str = "step") -> None:
 
 
 def mark(phase: str, step: int | None = None, *, lane: str = MAIN) -> None:
-    """Note that a lane begins a phase, in the step it was in where none is given."""
-    global _own, _steps
-    now, last = time.monotonic(), _lanes.get(lane)
-    step = (last.step if last else 0) if step is None else step
-    ahead = last is None or step != last.step
-    if lane == MAIN and last is not None:
-        _own += now - last.at if last.phase in OWN else 0.0
-        _steps += ahead
-    if last is not None:
-        _note_duration(lane, last.phase, now - last.at)
-    usual = -1.0 if phase == START else _usual.get((lane, phase), (0, -1.0))[1]
-    nth = 0 if ahead or last is None else last.nth + 1
-    _lanes[lane] = Mark(step, nth, phase, now, usual, threading.get_ident())
+    """Record that a lane begins a phase; by default the step is the lane's current step."""
+    global _own_seconds, _steps
+    now, previous = time.monotonic(), _lanes.get(lane)
+    step = (previous.step if previous else 0) if step is None else step
+    is_new_step = previous is None or step != previous.step
+    if lane == MAIN and previous is not None:
+        _own_seconds += now - previous.began if previous.phase in OWN_WORK else 0.0
+        _steps += is_new_step
+    if previous is not None:
+        _note_duration(lane, previous.phase, now - previous.began)
+    expected_seconds = -1.0 if phase == START else _durations.get((lane, phase), (0, -1.0))[1]
+    number = 0 if is_new_step or previous is None else previous.number + 1
+    _lanes[lane] = Mark(step, number, phase, now, expected_seconds, threading.get_ident())
 
 
 def _note_duration(lane: str, phase: str, seconds: float) -> None:
-    """Let a phase take three times the longest so far; after the first time, which may have compiled, twice that once."""
-    times, usual = _usual.get((lane, phase), (0, -1.0))
-    usual = (2 * seconds, 3 * seconds, max(usual, 3 * seconds))[min(times, 2)]
-    _usual[lane, phase] = (times + 1, usual)
+    """Update how long a phase may take: three times its longest duration, without the first one.
+
+    The first duration may include compilation. Until the second one is known, the phase may take twice the first.
+    """
+    count, expected_seconds = _durations.get((lane, phase), (0, -1.0))
+    expected_seconds = (2 * seconds, 3 * seconds, max(expected_seconds, 3 * seconds))[min(count, 2)]
+    _durations[lane, phase] = (count + 1, expected_seconds)
 
 
 def report_devices(seconds: list[float]) -> None:
-    """Note how long each device of this process took for what takes equal devices equally long."""
+    """Record how long each device of this process took for the products of `probe_devices`."""
     global _devices
     _devices = (_devices[0] + 1, seconds)
 
 
 @contextlib.contextmanager
 def waiting(phase: str) -> Iterator[None]:
-    """Mark that this thread waits for the other processes, and then that it goes on with what it did.
+    """Mark that this thread waits for the other processes; at the end, mark that it continues its previous phase.
 
-    A thread that has made no marks makes none here.
+    A thread without a lane makes no marks.
     """
     thread = threading.get_ident()
-    lane = next((name for name, one in list(_lanes.items()) if one.thread == thread and one.phase), None)
+    lane = next((name for name, last in list(_lanes.items()) if last.thread == thread and last.phase), None)
     if lane is None:
         yield
         return
-    before = _lanes[lane].phase
+    phase_before = _lanes[lane].phase
     mark(phase, lane=lane)
     try:
         yield
     finally:
-        mark(before, lane=lane)
+        mark(phase_before, lane=lane)
 
 
 def current() -> dict[str, object]:
-    """Return what is reported: JSON."""
+    """Return the current report as JSON values."""
     now = time.monotonic()
-    lanes = {name: one._replace(at=now - one.at) for name, one in list(_lanes.items())}
-    found = {"pid": os.getpid(), "host": socket.gethostname(), "lanes": lanes, "own": _own, "steps": _steps}
-    return {**found, "devices": _devices}
+    lanes = {name: last._replace(began=now - last.began) for name, last in list(_lanes.items())}
+    report = {"pid": os.getpid(), "host": socket.gethostname(), "lanes": lanes, "own": _own_seconds, "steps": _steps}
+    return {**report, "devices": _devices}
 
 
 def start_reports(rank: int, environment: "os._Environ[str] | dict[str, str]" = os.environ) -> bool:
-    """Report to the watch that the environment names, from a thread; return whether there is one."""
+    """Start a thread that reports to the watch in the environment; return False if there is no watch."""
     if ADDRESS not in environment:
         return False
     host, _, port = environment[ADDRESS].rpartition(":")
     stacks = open_stacks(Path(environment[STACKS])) if STACKS in environment else None
-    where = (host, int(port))
-    arguments = (rank, where, environment[TOKEN].encode(), float(environment[BEAT]), stacks)
+    watch_address = (host, int(port))
+    arguments = (rank, watch_address, environment[TOKEN].encode(), float(environment[BEAT]), stacks)
     _reported.set()
     mark(START, 0)
     threading.Thread(target=_report, args=arguments, daemon=True, name="progress").start()
@@ -168,47 +172,47 @@ def start_reports(rank: int, environment: "os._Environ[str] | dict[str, str]" = 
 
 
 def is_reported() -> bool:
-    """Return whether a thread reports on this process."""
+    """Return whether a thread reports the progress of this process."""
     return _reported.is_set()
 
 
 def open_stacks(path: Path) -> int:
-    """Let `STACKS_SIGNAL` write the stacks of all threads to a file, from now on; return its descriptor."""
+    """From now on let `STACKS_SIGNAL` write the stacks of all threads to a file; return its descriptor."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
     faulthandler.register(STACKS_SIGNAL, file=descriptor, all_threads=True, chain=False)
     return descriptor
 
 
-def _report(rank: int, where: tuple[str, int], token: bytes, beat: float, stacks: int | None) -> None:
-    """Report until the watch is gone; do what it asks for."""
+def _report(rank: int, watch_address: tuple[str, int], token: bytes, beat: float, stacks: int | None) -> None:
+    """Report until the watch is gone, and answer its requests."""
     try:
-        with Client(where, authkey=token) as watch:
-            atexit.register(_say_bye, watch, rank)
+        with Client(watch_address, authkey=token) as watch:
+            atexit.register(_send_bye, watch, rank)
             while True:
                 _send(watch, {"rank": rank, **current()})
                 if watch.poll(beat):
                     _answer(watch, rank, watch.recv_bytes(64), stacks)
-    except (OSError, EOFError) as error:  # nobody watches any more
-        if not _ending.is_set() and "SHARDOPT_LAUNCHED" not in os.environ:  # whose launcher knows
+    except (OSError, EOFError) as error:  # the watch is gone
+        if not _exiting.is_set() and "SHARDOPT_LAUNCHED" not in os.environ:  # the launcher reports it otherwise
             print(f"watchdog: process {rank} is no longer watched ({type(error).__name__}).", file=sys.stderr)
 
 
-def _answer(watch: Connection, rank: int, asked: bytes, stacks: int | None) -> None:
-    if asked == b"end":
+def _answer(watch: Connection, rank: int, request: bytes, stacks: int | None) -> None:
+    if request == b"end":
         os._exit(HUNG)
-    if asked == b"stacks" and stacks is not None:
-        begin = os.lseek(stacks, 0, os.SEEK_END)
+    if request == b"stacks" and stacks is not None:
+        start = os.lseek(stacks, 0, os.SEEK_END)
         faulthandler.dump_traceback(stacks, all_threads=True)
-        text = os.pread(stacks, 2**18, begin).decode(errors="replace")
+        text = os.pread(stacks, 2**18, start).decode(errors="replace")
         _send(watch, {"rank": rank, "stacks": text})
 
 
-def _say_bye(watch: Connection, rank: int) -> None:
-    _ending.set()
+def _send_bye(watch: Connection, rank: int) -> None:
+    _exiting.set()
     with contextlib.suppress(OSError):
         _send(watch, {"rank": rank, "bye": True})
 
 
 def _send(watch: Connection, message: dict[str, object]) -> None:
-    with _sending:
+    with _send_lock:
         watch.send_bytes(json.dumps(message).encode())

@@ -1,9 +1,9 @@
-"""A vault: snapshots in host memory, in a program that outlives the training processes; one on each host.
+"""A vault: a program with snapshots in host memory that outlives the training processes; one on each host.
 
-`python vault.py NUMBER` reads the run's token from its input, says its port, and ends when its input does. It keeps the two
-newest steps of each rank, and only what arrived with the checksum that was sent with it. A snapshot belongs to a group, the
-attempt and the number of processes that took it: pieces of two groups are never put together. Only the standard library is
-imported here.
+`python vault.py NUMBER` reads the run's token from its input, prints its port, and ends when its input does. A
+snapshot consists of one piece per rank. The vault keeps the pieces of the newest two steps of each rank, and only
+pieces that arrive with a matching checksum. A piece belongs to a group: the attempt and the number of processes that
+took the snapshot. Pieces of two groups are never combined. This file imports only the standard library.
 """
 
 import contextlib
@@ -18,74 +18,89 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
-if __name__ == "__main__":  # as a program it is not to wait until shardopt is imported
+if __name__ == "__main__":  # the program starts without importing shardopt
     sys.path.insert(0, str(Path(__file__).parent))
     from messages import Server, connect  # pyright: ignore[reportMissingImports]
 else:
     from shardopt.runtime.messages import Server, connect
 
 ADDRESSES, TOKEN = "SHARDOPT_VAULTS", "SHARDOPT_VAULT_TOKEN"
-"""Names in the environment: the vaults of all hosts, "host:port,host:port,...", and the run's token."""
+"""Environment variables: the vaults of all hosts, "host:port,host:port,...", and the run's token."""
 
-GENERATIONS = 2
-"""How many snapshots of a rank are kept: where one host died while it sent, all still have the one before."""
+NUM_KEPT = 2
+"""How many snapshots of a rank are kept. If a host died while sending, the previous snapshot is still complete."""
 
 
-class _Kept(NamedTuple):
-    """A snapshot of a rank."""
+class _Piece(NamedTuple):
+    """The piece of one rank of a snapshot.
+
+    Attributes:
+      group: the attempt and the number of processes that took the snapshot.
+      digest: the SHA-256 of the bytes, in hexadecimal.
+      data: the bytes.
+    """
 
     group: str
     digest: str
     data: bytes
 
 
-class Blobs:
-    """What a vault keeps: bytes by rank and step."""
+class PieceStore:
+    """The pieces in a vault, by rank and step."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: dict[int, dict[int, _Kept]] = {}
+        self._pieces: dict[int, dict[int, _Piece]] = {}
 
     def serve(self, connection: Connection) -> None:
-        """Answer what one connection asks for."""
+        """Answer the requests of one connection."""
         while True:
-            asked = json.loads(connection.recv_bytes(4096))
-            if asked["what"] == "put":
-                one = _Kept(str(asked["group"]), str(asked["digest"]), connection.recv_bytes())
-                kept = self.put(int(asked["rank"]), int(asked["step"]), one)
-                connection.send_bytes(json.dumps({"kept": kept}).encode())
-            elif asked["what"] == "list":
-                connection.send_bytes(json.dumps(self.held()).encode())
+            request = json.loads(connection.recv_bytes(4096))
+            if request["what"] == "put":
+                piece = _Piece(str(request["group"]), str(request["digest"]), connection.recv_bytes())
+                is_stored = self.put(int(request["rank"]), int(request["step"]), piece)
+                connection.send_bytes(json.dumps({"kept": is_stored}).encode())
+            elif request["what"] == "list":
+                connection.send_bytes(json.dumps(self.list_pieces()).encode())
             else:
-                found = self.get(int(asked["rank"]), int(asked["step"]), str(asked["group"]))
-                connection.send_bytes(found.digest.encode())
-                connection.send_bytes(found.data)
+                piece = self.get(int(request["rank"]), int(request["step"]), str(request["group"]))
+                connection.send_bytes(piece.digest.encode())
+                connection.send_bytes(piece.data)
 
-    def put(self, rank: int, step: int, one: _Kept) -> bool:
-        """Keep a snapshot if it is whole. Later steps go: the run was wound back, and two histories do not mix."""
-        if digest(one.data) != one.digest:
+    def put(self, rank: int, step: int, piece: _Piece) -> bool:
+        """Store a piece; return False if its checksum does not match.
+
+        Pieces of later steps are deleted: the run was resumed from an earlier step, and two histories must not mix.
+        """
+        if digest(piece.data) != piece.digest:
             return False
         with self._lock:
-            steps = {old: kept for old, kept in self._kept.get(rank, {}).items() if old < step} | {step: one}
-            self._kept[rank] = dict(sorted(steps.items())[-GENERATIONS:])
-            if [kept.group for kept in self._kept[rank].values()] == [one.group] * GENERATIONS:
-                # All of an earlier attempt can go by now, also that of ranks that there are no more.
-                self._kept = {
-                    other: {at: kept for at, kept in steps.items() if kept.group == one.group}
-                    for other, steps in self._kept.items()
+            steps = {
+                earlier_step: stored
+                for earlier_step, stored in self._pieces.get(rank, {}).items()
+                if earlier_step < step
+            } | {step: piece}
+            self._pieces[rank] = dict(sorted(steps.items())[-NUM_KEPT:])
+            if [stored.group for stored in self._pieces[rank].values()] == [piece.group] * NUM_KEPT:
+                # All pieces of earlier attempts can be deleted now, even pieces of ranks that no longer exist.
+                self._pieces = {
+                    other_rank: {
+                        stored_step: stored for stored_step, stored in steps.items() if stored.group == piece.group
+                    }
+                    for other_rank, steps in self._pieces.items()
                 }
         return True
 
-    def held(self) -> list[tuple[int, int, str]]:
-        """Return the rank, step and group of all that is kept."""
+    def list_pieces(self) -> list[tuple[int, int, str]]:
+        """Return the rank, step and group of all pieces."""
         with self._lock:
-            return [(rank, step, one.group) for rank, steps in self._kept.items() for step, one in steps.items()]
+            return [(rank, step, piece.group) for rank, steps in self._pieces.items() for step, piece in steps.items()]
 
-    def get(self, rank: int, step: int, group: str) -> _Kept:
-        """Return a snapshot; empty where it is not kept."""
+    def get(self, rank: int, step: int, group: str) -> _Piece:
+        """Return a piece; an empty one if it is not in the store."""
         with self._lock:
-            found = self._kept.get(rank, {}).get(step)
-        return found if found is not None and found.group == group else _Kept(group, "", b"")
+            piece = self._pieces.get(rank, {}).get(step)
+        return piece if piece is not None and piece.group == group else _Piece(group, "", b"")
 
 
 class Vault(NamedTuple):
@@ -101,7 +116,7 @@ class Vault(NamedTuple):
 
 
 def start_vault(number: int, token: str) -> Vault:
-    """Start a vault on this host, which ends when this process does."""
+    """Start a vault on this host; it ends when this process does."""
     command = [sys.executable, "-I", "-S", __file__, str(number)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
     process = subprocess.Popen(command, **pipes)
@@ -113,7 +128,7 @@ def start_vault(number: int, token: str) -> Vault:
 
 
 def stop_vault(vault: Vault) -> None:
-    """End a vault; what it keeps is gone."""
+    """End a vault; its pieces are lost."""
     vault.process.kill()
     vault.process.wait()
     for pipe in (vault.process.stdin, vault.process.stdout):
@@ -123,53 +138,69 @@ def stop_vault(vault: Vault) -> None:
 
 
 class Vaults:
-    """The vaults of all hosts, which the processes of one machine stand for here: one for each, until `close`."""
+    """Vaults on one machine, one per process, in place of one vault per host; until `close`."""
 
     def __init__(self, count: int):
         self._token = secrets.token_hex(16)
         self._all = [start_vault(number, self._token) for number in range(count)]
 
     def environment(self) -> dict[str, str]:
-        """Return what tells a process where the vaults are, after starting those again that have died; they are empty."""
-        for number, one in enumerate(self._all):
-            if one.process.poll() is not None:
-                stop_vault(one)
+        """Return the environment variables with the addresses of the vaults.
+
+        Vaults that have died are started again first; these are empty.
+        """
+        for number, vault in enumerate(self._all):
+            if vault.process.poll() is not None:
+                stop_vault(vault)
                 self._all[number] = start_vault(number, self._token)
-        return {ADDRESSES: ",".join(one.address for one in self._all), TOKEN: self._token}
+        return {ADDRESSES: ",".join(vault.address for vault in self._all), TOKEN: self._token}
 
     def close(self) -> None:
-        """End all."""
-        for one in self._all:
-            stop_vault(one)
+        """End all vaults."""
+        for vault in self._all:
+            stop_vault(vault)
 
 
 def keep_snapshots(port: int, token: str) -> None:
-    """Keep snapshots of a job of several hosts until this process is ended: `shardopt vault`, once on each host.
+    """Run a vault for a job of several hosts until this process ends: `shardopt vault`, once on each host.
+
+    Args:
+      port: the port to listen on.
+      token: the token of the run.
 
     Raises:
-      OSError: if the port is taken.
+      OSError: if the port is in use.
     """
-    server = Server(Blobs().serve, token, host="0.0.0.0", port=port)
+    server = Server(PieceStore().serve, token, host="0.0.0.0", port=port)
     print(f"vault: keeps snapshots on port {server.port}.", flush=True)
     threading.Event().wait()
 
 
-def put(address: str, token: str, rank: int, step: int, group: str, data: bytes | bytearray, found: str) -> None:
-    """Give a vault a snapshot of a rank.
+def put(address: str, token: str, rank: int, step: int, group: str, data: bytes | bytearray, checksum: str) -> None:
+    """Send the piece of a rank to a vault.
+
+    Args:
+      address: "host:port" of the vault.
+      token: the token of the run.
+      rank: the rank that the piece belongs to.
+      step: steps taken.
+      group: the attempt and its number of processes, "attempt/count".
+      data: the bytes of the piece.
+      checksum: their `digest`.
 
     Raises:
-      OSError: if it did not arrive whole, or nobody listens there.
+      OSError: if the piece arrived damaged, or no vault listens there.
     """
-    what = {"what": "put", "rank": rank, "step": step, "group": group, "digest": found}
+    request = {"what": "put", "rank": rank, "step": step, "group": group, "digest": checksum}
     with connect(address, token) as connection:
-        connection.send_bytes(json.dumps(what).encode())
+        connection.send_bytes(json.dumps(request).encode())
         connection.send_bytes(data)
         if not json.loads(connection.recv_bytes(4096))["kept"]:
             raise OSError("it did not arrive whole")
 
 
-def held(address: str, token: str) -> list[tuple[int, int, str]]:
-    """Return the rank, step and group of all that a vault has; nothing where nobody listens."""
+def list_pieces(address: str, token: str) -> list[tuple[int, int, str]]:
+    """Return the rank, step and group of all pieces in a vault; [] if no vault listens there."""
     with contextlib.suppress(OSError, EOFError), connect(address, token) as connection:
         connection.send_bytes(json.dumps({"what": "list"}).encode())
         return [(int(rank), int(step), str(group)) for rank, step, group in json.loads(connection.recv_bytes())]
@@ -177,25 +208,25 @@ def held(address: str, token: str) -> list[tuple[int, int, str]]:
 
 
 def get(address: str, token: str, rank: int, step: int, group: str) -> bytes | None:
-    """Return a snapshot of a rank, or None where the vault does not have it whole."""
+    """Return the bytes of a piece, or None if the vault does not have them undamaged."""
     with contextlib.suppress(OSError, EOFError), connect(address, token) as connection:
-        what = {"what": "get", "rank": rank, "step": step, "group": group}
-        connection.send_bytes(json.dumps(what).encode())
-        found, data = connection.recv_bytes(4096).decode(), connection.recv_bytes()
-        return data if found and digest(data) == found else None
+        request = {"what": "get", "rank": rank, "step": step, "group": group}
+        connection.send_bytes(json.dumps(request).encode())
+        checksum, data = connection.recv_bytes(4096).decode(), connection.recv_bytes()
+        return data if checksum and digest(data) == checksum else None
     return None
 
 
 def digest(data: bytes | bytearray) -> str:
-    """Return the SHA-256 of a snapshot."""
+    """Return the SHA-256 of a piece, in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
-def main(words: Sequence[str]) -> None:
-    """Keep snapshots until the input ends."""
-    assert len(words) == 1  # its number, for who looks at the processes
+def main(arguments: Sequence[str]) -> None:
+    """Run a vault until the input of this program ends."""
+    assert len(arguments) == 1  # the number of the vault, shown in process listings
     token = sys.stdin.readline().strip()
-    server = Server(Blobs().serve, token)
+    server = Server(PieceStore().serve, token)
     print(server.port, flush=True)
     sys.stdin.read()
 

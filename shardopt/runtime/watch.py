@@ -1,11 +1,12 @@
-"""Who hangs: what the processes of a job report, which of them lags behind, and which is slow.
+"""Find hangs: collect the reports of a job's processes, and find the process that lags behind or is slow.
 
-`Watch` listens; `find_hang`, `find_slow` and `find_slow_devices` are functions of what was heard. A rank hangs when it has begun nothing new for
-longer than the timeout *and no rank is behind it*: those that wait for it in a collective have come further. A rank that is
-not heard at all is stopped, cut off, or in native code that keeps the interpreter. Messages are JSON, from connections
-that have proved (HMAC, both ways) that they know the run's token.
+`Watch` listens; `find_hang`, `find_slow` and `find_slow_devices` are functions of the reports. A rank hangs if it has
+begun nothing new for longer than the timeout *and no rank is behind it*: ranks that wait for it in a collective are
+ahead of it. A rank without reports is stopped, cut off, or in native code that holds the interpreter lock. Messages
+are JSON, over connections whose peers have proved (HMAC, both ways) that they know the run's token.
 
-Also a program, for `so.watchdog`: `python watch.py COUNT TIMEOUT PORT`. Only the standard library is imported.
+It is also a program, for `so.watchdog`: `python watch.py COUNT TIMEOUT PORT`. This file imports only the standard
+library.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
-if __name__ == "__main__":  # as a program it is not to wait until shardopt is imported
+if __name__ == "__main__":  # the program starts without importing shardopt
     sys.path.insert(0, str(Path(__file__).parent))
     from messages import Server  # pyright: ignore[reportMissingImports]
     from progress import ADDRESS, BEAT, MAIN, START, TOKEN, Mark  # pyright: ignore[reportMissingImports]
@@ -29,35 +30,35 @@ else:
     from shardopt.runtime.messages import Server
     from shardopt.runtime.progress import ADDRESS, BEAT, MAIN, START, TOKEN, Mark
 
-NEW = 10
-"""How many times the timeout a phase may take the first time, when it may compile; and the start, until it reports."""
+FIRST_TIME_FACTOR = 10
+"""A phase may take this many timeouts the first time, since it may compile; so may the start of a process."""
 
 _MESSAGE_BYTES = 2**19
-_WINDOW = 20
-"""Steps over which a rank is compared with others, to find the slow one."""
-_FRAMES = 8
-"""Frames of a stack that are said; all of it is in the file."""
-_ANSWER = 5.0
-"""Seconds that the program waits for stacks."""
+_WINDOW_STEPS = 20
+"""Steps over which ranks are compared, to find a slow one."""
+_SHOWN_FRAMES = 8
+"""Frames of a stack in the message; the file holds the complete stack."""
+_ANSWER_SECONDS = 5.0
+"""Seconds for which the program waits for stacks."""
 
 
-class Heard(NamedTuple):
+class RankReport(NamedTuple):
     """The last report of a rank.
 
     Attributes:
-      ago: seconds since it was made.
-      lanes: the last mark of each lane; `at` in seconds ago when the report was made.
-      own: seconds of its own work since it began.
-      steps: taken since it began.
-      pid: its process on its host.
-      host: the name of its host.
-      probes: how often its devices were probed.
-      devices: seconds that each of them needed last.
+      ago: seconds since the report arrived.
+      lanes: the last mark of each lane; `began` is in seconds before the report was made.
+      own_seconds: seconds of the rank's own work since it began.
+      steps: steps taken since it began.
+      pid: the process on its host.
+      host: the name of the host.
+      probes: how often the devices were probed.
+      devices: seconds of each device in the last probe.
     """
 
     ago: float
     lanes: dict[str, Mark]
-    own: float
+    own_seconds: float
     steps: int
     pid: int
     host: str
@@ -66,13 +67,13 @@ class Heard(NamedTuple):
 
 
 class Hang(NamedTuple):
-    """Why a job stands still.
+    """A hang of a job.
 
     Attributes:
-      ranks: those that lag behind; all, where none does.
-      silent: whether they are not heard at all.
-      lane: in which they lag behind.
-      seconds: for how long.
+      ranks: the ranks that lag behind; all ranks if none lags.
+      silent: whether no reports arrive from these ranks.
+      lane: the lane where they lag.
+      seconds: the duration so far.
     """
 
     ranks: tuple[int, ...]
@@ -81,139 +82,169 @@ class Hang(NamedTuple):
     seconds: float
 
 
-def find_hang(heard: Mapping[int, Heard | None], timeout: float, since_start: float) -> Hang | None:
-    """Return why the job stands still, if it does.
+def find_hang(reports: Mapping[int, RankReport | None], timeout: float, since_start: float) -> Hang | None:
+    """Return the hang of a job, or None.
 
     Args:
-      heard: by rank; None for one that never reported. Those that have ended are left out.
-      timeout: seconds without progress that are too long; `NEW` times as long for what may compile, and what the mark says
-        where the phase has taken longer before, as writing a large checkpoint does.
-      since_start: seconds since the job was started.
+      reports: the last report by rank; None for a rank that never reported. Ranks that have ended are left out.
+      timeout: seconds without progress that count as a hang. A phase that may compile gets `FIRST_TIME_FACTOR` times
+        as long. A phase that took longer before, such as writing a large checkpoint, gets the time in its mark.
+      since_start: seconds since the job started.
     """
-    known = {rank: one for rank, one in heard.items() if one is not None}
-    missing = tuple(rank for rank in heard if rank not in known)
-    if not all(map(_is_starting, known.values())) and missing and since_start > NEW * timeout:
-        return Hang(missing, True, MAIN, since_start)
-    found = []
-    for lane in sorted({lane for one in known.values() for lane in one.lanes}):
-        marks = {rank: one.lanes[lane] for rank, one in known.items() if lane in one.lanes}
-        least = min((mark.step, mark.nth) for mark in marks.values())
-        behind = {rank: mark for rank, mark in marks.items() if (mark.step, mark.nth) == least}
-        late = max(mark.at + known[rank].ago for rank, mark in behind.items())
-        patience = max(timeout * NEW if mark.usual < 0 else max(timeout, mark.usual) for mark in behind.values())
-        begun = any(mark.phase != START for mark in marks.values())
-        if begun and all(mark.phase for mark in behind.values()) and late > patience:
-            found.append(Hang(tuple(behind), False, lane, late))
-    # Who is not heard while others wait was stopped when it had come as far as they.
-    silent = tuple(rank for rank, one in known.items() if one.ago > (timeout / 2 if found else timeout))
-    if silent:
-        return Hang(silent, True, MAIN, max(known[rank].ago for rank in silent))
-    if found and missing:  # whom those that wait have seen no report of: it stopped before its first
-        return Hang(missing, True, MAIN, max(one.seconds for one in found))
-    # A lane in which some lag says more than one in which all wait.
-    return min(found, key=lambda one: len(one.ranks), default=None)
+    known_reports = {rank: report for rank, report in reports.items() if report is not None}
+    missing_ranks = tuple(rank for rank in reports if rank not in known_reports)
+    if (
+        not all(map(_is_starting, known_reports.values()))
+        and missing_ranks
+        and since_start > FIRST_TIME_FACTOR * timeout
+    ):
+        return Hang(missing_ranks, True, MAIN, since_start)
+    lane_hangs = []
+    for lane in sorted({lane for report in known_reports.values() for lane in report.lanes}):
+        marks = {rank: report.lanes[lane] for rank, report in known_reports.items() if lane in report.lanes}
+        lowest_position = min((mark.step, mark.number) for mark in marks.values())
+        behind = {rank: mark for rank, mark in marks.items() if (mark.step, mark.number) == lowest_position}
+        seconds = max(mark.began + known_reports[rank].ago for rank, mark in behind.items())
+        allowed_seconds = max(
+            timeout * FIRST_TIME_FACTOR if mark.expected_seconds < 0 else max(timeout, mark.expected_seconds)
+            for mark in behind.values()
+        )
+        has_begun = any(mark.phase != START for mark in marks.values())
+        if has_begun and all(mark.phase for mark in behind.values()) and seconds > allowed_seconds:
+            lane_hangs.append(Hang(tuple(behind), False, lane, seconds))
+    # A rank without reports, while others wait, stopped at the same mark as they did.
+    silent_ranks = tuple(
+        rank for rank, report in known_reports.items() if report.ago > (timeout / 2 if lane_hangs else timeout)
+    )
+    if silent_ranks:
+        return Hang(silent_ranks, True, MAIN, max(known_reports[rank].ago for rank in silent_ranks))
+    if lane_hangs and missing_ranks:  # the others wait for a rank that stopped before its first report
+        return Hang(missing_ranks, True, MAIN, max(hang.seconds for hang in lane_hangs))
+    # Prefer the lane with the fewest lagging ranks: if all ranks wait, the lane does not show the cause.
+    return min(lane_hangs, key=lambda hang: len(hang.ranks), default=None)
 
 
-def find_slow(own: Mapping[int, float], step: float) -> list[int]:
-    """Return the ranks whose own work makes all wait: twice the median of the others, and a tenth of a step more.
+def find_slow(own_seconds: Mapping[int, float], step: float) -> list[int]:
+    """Return the ranks whose own work delays all others.
+
+    The own work of such a rank is more than twice the median of the others, and exceeds it by more than a tenth of a
+    step.
 
     Args:
-      own: by rank, seconds of its own work in a step.
-      step: seconds that a step takes.
+      own_seconds: by rank, seconds of its own work in a step.
+      step: seconds of a step.
 
     Example:
       >>> find_slow({0: 0.01, 1: 0.05, 2: 0.01}, step=0.1)
       [1]
     """
     slow = []
-    for rank, mine in own.items():
-        others = [seconds for other, seconds in own.items() if other != rank]
-        usual = statistics.median(others) if others else mine
-        if mine > 2 * usual and mine - usual > 0.1 * step:
+    for rank, seconds in own_seconds.items():
+        other_seconds = [value for other_rank, value in own_seconds.items() if other_rank != rank]
+        median_seconds = statistics.median(other_seconds) if other_seconds else seconds
+        if seconds > 2 * median_seconds and seconds - median_seconds > 0.1 * step:
             slow.append(rank)
     return slow
 
 
 def find_slow_devices(devices: Mapping[int, Sequence[float]]) -> list[int]:
-    """Return the ranks with a device that needs half as long again as the slowest of the others, by the median of these.
+    """Return the ranks with a slow device.
+
+    It takes more than 1.5 times the median over the other ranks of their slowest device.
 
     Args:
-      devices: by rank, seconds that each of its devices needs for the same work.
+      devices: by rank, seconds of each of its devices for the same work.
 
     Example:
       >>> find_slow_devices({0: [0.010, 0.011], 1: [0.010, 0.018], 2: [0.010, 0.010]})
       [1]
     """
     slow = []
-    for rank, mine in devices.items():
-        others = [max(theirs) for other, theirs in devices.items() if other != rank]
-        if others and max(mine) > 1.5 * statistics.median(others):
+    for rank, seconds in devices.items():
+        other_maxima = [max(other_seconds) for other_rank, other_seconds in devices.items() if other_rank != rank]
+        if other_maxima and max(seconds) > 1.5 * statistics.median(other_maxima):
             slow.append(rank)
     return slow
 
 
 class Watch:
-    """Listens to the processes of one attempt, on threads, until `close`.
+    """Collects the reports of the processes of one attempt, on threads, until `close`.
+
+    Args:
+      count: how many processes.
+      timeout: seconds without progress that count as a hang.
+      host: the address to listen on.
+      port: the port to listen on; 0 for any free port.
+      say: prints a message.
 
     Attributes:
-      environment: what tells a process where to report.
+      environment: the environment variables through which a process finds the watch.
+      port: the port on which it listens.
+      stacks: by rank, the stacks that a process sent.
     """
 
     def __init__(
         self, count: int, timeout: float, *, host: str = "127.0.0.1", port: int = 0, say: Callable[[str], None]
     ):
-        self._timeout, self._say, self._began = timeout, say, time.monotonic()
-        self._heard: dict[int, tuple[float, Heard] | None] = dict.fromkeys(range(count))
+        self._timeout, self._say, self._start = timeout, say, time.monotonic()
+        self._last_reports: dict[int, tuple[float, RankReport] | None] = dict.fromkeys(range(count))
         self._connections: dict[int, Connection] = {}
-        self._window: dict[int, tuple[float, int]] = {}
-        self._window_began, self._slow, self._told = self._began, [], False
+        self._window_values: dict[int, tuple[float, int]] = {}
+        self._window_start, self._slow, self._warned_no_reports = self._start, [], False
         self._probes, self._suspects, self._slow_devices = 0, [], []
         self.stacks: dict[int, str] = {}
         token = secrets.token_hex(16)
-        self._server = Server(self._listen, token, host=host, port=port)
+        self._server = Server(self._serve, token, host=host, port=port)
         self.port = self._server.port
         address = f"{'127.0.0.1' if host == '0.0.0.0' else host}:{self.port}"
         beat = max(0.05, min(1.0, timeout / 10))
         self.environment = {ADDRESS: address, TOKEN: token, BEAT: str(beat)}
 
     def check(self) -> Hang | None:
-        """Return why the job stands still, if it does; name who makes the others wait."""
+        """Return the hang of the job, or None. Name slow ranks and slow devices."""
         self._check_speed()
         self._check_devices()
-        started = time.monotonic() - self._began
-        heard = self.heard()
-        if started > NEW * self._timeout and not self._told and heard and all(map(_is_starting, heard.values())):
-            self._told = True
-            text = f"launch: no process has reported progress for {started:.0f} s, so that none can be seen to hang."
+        since_start = time.monotonic() - self._start
+        reports = self.reports()
+        if (
+            since_start > FIRST_TIME_FACTOR * self._timeout
+            and not self._warned_no_reports
+            and reports
+            and all(map(_is_starting, reports.values()))
+        ):
+            self._warned_no_reports = True
+            text = (
+                f"launch: no process has reported progress for {since_start:.0f} s, so that none can be seen to hang."
+            )
             self._say(
                 f"{text}\nFix: call so.initialize() in each, and so.fit, or so.report_progress in a loop of your own."
             )
-        return find_hang(heard, self._timeout, started)
+        return find_hang(reports, self._timeout, since_start)
 
-    def heard(self) -> dict[int, Heard | None]:
-        """Return the last report of each rank that has not ended."""
+    def reports(self) -> dict[int, RankReport | None]:
+        """Return the last report of each rank that has not ended; None if it never reported."""
         now = time.monotonic()
-        return {rank: one and one[1]._replace(ago=now - one[0]) for rank, one in list(self._heard.items())}
+        return {rank: last and last[1]._replace(ago=now - last[0]) for rank, last in list(self._last_reports.items())}
 
     def forget(self, rank: int) -> None:
-        """Watch a rank no more: it has ended."""
-        self._heard.pop(rank, None)
+        """Stop watching a rank that has ended."""
+        self._last_reports.pop(rank, None)
 
-    def ask(self, what: bytes) -> None:
-        """Send a word to all: b"stacks" or b"end"."""
+    def ask(self, request: bytes) -> None:
+        """Send a request to all processes: b"stacks" or b"end"."""
         for connection in list(self._connections.values()):
             with contextlib.suppress(OSError, ValueError):
-                connection.send_bytes(what)
+                connection.send_bytes(request)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._server.close()
 
-    def _listen(self, connection: Connection) -> None:
+    def _serve(self, connection: Connection) -> None:
         while True:
             message = json.loads(connection.recv_bytes(_MESSAGE_BYTES))
             rank = int(message["rank"])
-            if rank not in self._heard:  # it has ended, or is none of ours
+            if rank not in self._last_reports:  # the rank has ended, or is not a rank of this job
                 return
             self._connections[rank] = connection
             if message.get("bye"):
@@ -221,110 +252,123 @@ class Watch:
             elif "stacks" in message:
                 self.stacks[rank] = str(message["stacks"])
             else:
-                self._heard[rank] = time.monotonic(), _read(message)
+                self._last_reports[rank] = time.monotonic(), _read(message)
 
     def _check_speed(self) -> None:
-        now = {rank: (one.own, one.steps) for rank, one in self.heard().items() if one is not None}
-        if now.keys() != self._window.keys() or not now:
-            self._window, self._window_began = now, time.monotonic()
+        values = {rank: (last.own_seconds, last.steps) for rank, last in self.reports().items() if last is not None}
+        if values.keys() != self._window_values.keys() or not values:
+            self._window_values, self._window_start = values, time.monotonic()
             return
-        steps = {rank: count - self._window[rank][1] for rank, (_, count) in now.items()}
-        if min(steps.values()) < _WINDOW:
+        steps = {rank: count - self._window_values[rank][1] for rank, (_, count) in values.items()}
+        if min(steps.values()) < _WINDOW_STEPS:
             return
-        own = {rank: (seconds - self._window[rank][0]) / steps[rank] for rank, (seconds, _) in now.items()}
-        step = (time.monotonic() - self._window_began) / min(steps.values())
-        slow = find_slow(own, step)
+        own_seconds = {
+            rank: (seconds - self._window_values[rank][0]) / steps[rank] for rank, (seconds, _) in values.items()
+        }
+        step_seconds = (time.monotonic() - self._window_start) / min(steps.values())
+        slow = find_slow(own_seconds, step_seconds)
         if slow != self._slow:
             for rank in slow:
-                usual = statistics.median(seconds for other, seconds in own.items() if other != rank)
+                median_seconds = statistics.median(
+                    seconds for other_rank, seconds in own_seconds.items() if other_rank != rank
+                )
                 self._say(
-                    f"launch: process {rank} is slow: {own[rank]:.3g} s of its own in each step (drawing batches, "
-                    f"logging), the others {usual:.3g} s; a step takes {step:.3g} s."
+                    f"launch: process {rank} is slow: {own_seconds[rank]:.3g} s of its own in each step (drawing batches, "
+                    f"logging), the others {median_seconds:.3g} s; a step takes {step_seconds:.3g} s."
                 )
             if not slow:
                 self._say(f"launch: process {' and '.join(map(str, self._slow))} is slow no more.")
-        self._window, self._window_began, self._slow = now, time.monotonic(), slow
+        self._window_values, self._window_start, self._slow = values, time.monotonic(), slow
 
     def _check_devices(self) -> None:
-        """Name who was slow in two probes of all, one after the other."""
-        heard = {rank: one for rank, one in self.heard().items() if one is not None and one.devices}
-        if len(heard) < len(self._heard) or min((one.probes for one in heard.values()), default=0) <= self._probes:
+        """Name the ranks that were slow in two consecutive probes of all ranks."""
+        reports = {rank: report for rank, report in self.reports().items() if report is not None and report.devices}
+        if (
+            len(reports) < len(self._last_reports)
+            or min((report.probes for report in reports.values()), default=0) <= self._probes
+        ):
             return
-        self._probes = max(one.probes for one in heard.values())
-        seconds = {rank: one.devices for rank, one in heard.items()}
-        suspects = find_slow_devices(seconds)
+        self._probes = max(report.probes for report in reports.values())
+        device_seconds = {rank: report.devices for rank, report in reports.items()}
+        suspects = find_slow_devices(device_seconds)
         slow = [rank for rank in suspects if rank in self._suspects]
         for rank in [rank for rank in slow if rank not in self._slow_devices]:
-            longest = max(seconds[rank])
-            usual = statistics.median(max(theirs) for other, theirs in seconds.items() if other != rank)
+            longest = max(device_seconds[rank])
+            median_seconds = statistics.median(
+                max(other_seconds) for other_rank, other_seconds in device_seconds.items() if other_rank != rank
+            )
             self._say(
-                f"launch: process {rank} computes slowly: its device {seconds[rank].index(longest)} on {heard[rank].host} needs "
-                f"{longest:.2g} s for products that take the others {usual:.2g} s. All wait for it in each step."
+                f"launch: process {rank} computes slowly: its device {device_seconds[rank].index(longest)} on {reports[rank].host} needs "
+                f"{longest:.2g} s for products that take the others {median_seconds:.2g} s. All wait for it in each step."
             )
         for rank in [rank for rank in self._slow_devices if rank not in suspects]:
             self._say(f"launch: process {rank} computes slowly no more.")
-        kept = [rank for rank in self._slow_devices if rank in suspects]
-        self._suspects, self._slow_devices = suspects, sorted({*slow, *kept})
+        still_slow = [rank for rank in self._slow_devices if rank in suspects]
+        self._suspects, self._slow_devices = suspects, sorted({*slow, *still_slow})
 
 
-def _is_starting(heard: Heard | None) -> bool:
-    return heard is None or all(mark.phase == START for mark in heard.lanes.values())
+def _is_starting(report: RankReport | None) -> bool:
+    return report is None or all(mark.phase == START for mark in report.lanes.values())
 
 
-def _read(message: Mapping) -> Heard:
+def _read(message: Mapping) -> RankReport:
     lanes = {}
-    for name, (step, nth, phase, at, usual, thread) in message["lanes"].items():
-        lanes[str(name)] = Mark(int(step), int(nth), str(phase), float(at), float(usual), int(thread))
-    own, steps = float(message["own"]), int(message["steps"])
+    for name, (step, number, phase, began, expected_seconds, thread) in message["lanes"].items():
+        lanes[str(name)] = Mark(int(step), int(number), str(phase), float(began), float(expected_seconds), int(thread))
+    own_seconds, steps = float(message["own"]), int(message["steps"])
     probes, devices = message["devices"]
-    about = int(message["pid"]), str(message["host"]), int(probes), tuple(map(float, devices))
-    return Heard(0.0, lanes, own, steps, *about)
+    process_info = int(message["pid"]), str(message["host"]), int(probes), tuple(map(float, devices))
+    return RankReport(0.0, lanes, own_seconds, steps, *process_info)
 
 
 def describe(
-    who: str,
+    caller: str,
     hang: Hang,
-    heard: Mapping[int, Heard | None],
+    reports: Mapping[int, RankReport | None],
     count: int,
     stacks: Mapping[int, str],
     states: Mapping[int, str],
 ) -> str:
-    """Return what is said of a hang: who lags, in what, its stack, and where the others are.
+    """Return the message about a hang: the ranks that lag, their phase, their stacks, and the position of the others.
 
     Args:
-      who: "launch" or "watchdog".
-      hang: what was found.
-      heard: the reports at that time.
+      caller: "launch" or "watchdog".
+      hang: the hang.
+      reports: the last report by rank.
       count: how many processes the job has.
-      stacks: what faulthandler wrote, by rank; "" or missing where it wrote nothing.
-      states: of ranks on this host, the letter of their state in /proc/PID/stat.
+      stacks: the output of faulthandler by rank; "" or missing if there is none.
+      states: for ranks on this host, the letter of their state in /proc/PID/stat.
     """
     names = " and ".join(map(str, hang.ranks))
-    plural = len(hang.ranks) > 1
-    first = heard.get(hang.ranks[0])
+    are_several = len(hang.ranks) > 1
+    first_report = reports.get(hang.ranks[0])
     lines = []
     if len(hang.ranks) == count and not hang.silent:
-        where = _where(first, hang.lane)
-        lines.append(f"{who}: all {count} processes wait for {hang.seconds:.0f} s, {where}, and none lags behind.")
+        position = _position_text(first_report, hang.lane)
+        lines.append(
+            f"{caller}: all {count} processes wait for {hang.seconds:.0f} s, {position}, and none lags behind."
+        )
         lines.append("A connection between them may be lost, or they have entered different collectives.")
     else:
-        what = "not heard of" if hang.silent else "without progress"
-        where = f", last {_where(first, hang.lane)}" if first else ", and never was"
+        symptom = "not heard of" if hang.silent else "without progress"
+        position = f", last {_position_text(first_report, hang.lane)}" if first_report else ", and never was"
         lines.append(
-            f"{who}: process {names} of {count} hang{'' if plural else 's'}: {what} for {hang.seconds:.0f} s{where}."
+            f"{caller}: process {names} of {count} hang{'' if are_several else 's'}: {symptom} for {hang.seconds:.0f} s{position}."
         )
     for rank in hang.ranks[:4]:
-        lines += _stack_lines(rank, hang, heard.get(rank), stacks.get(rank, ""), states.get(rank, ""))
-    others = [rank for rank in heard if rank not in hang.ranks]
-    if others:
+        lines += _stack_lines(rank, hang, reports.get(rank), stacks.get(rank, ""), states.get(rank, ""))
+    other_ranks = [rank for rank in reports if rank not in hang.ranks]
+    if other_ranks:
         lines.append("The others:")
-    for rank in others[:8]:
-        inner = main_frames(stacks.get(rank, ""), heard[rank], MAIN)[:1]
-        lines.append(f"  process {rank}: {_where(heard[rank], MAIN)}{', in ' + inner[0] if inner else ''}")
+    for rank in other_ranks[:8]:
+        innermost_frame = main_frames(stacks.get(rank, ""), reports[rank], MAIN)[:1]
+        lines.append(
+            f"  process {rank}: {_position_text(reports[rank], MAIN)}{', in ' + innermost_frame[0] if innermost_frame else ''}"
+        )
     return "\n".join(lines)
 
 
-def _stack_lines(rank: int, hang: Hang, heard: Heard | None, stacks: str, state: str) -> list[str]:
+def _stack_lines(rank: int, hang: Hang, report: RankReport | None, stacks: str, state: str) -> list[str]:
     lines = []
     if state == "T":
         lines.append(f"Process {rank} is stopped by a signal (SIGSTOP), so its stack cannot be taken.")
@@ -336,56 +380,56 @@ def _stack_lines(rank: int, hang: Hang, heard: Heard | None, stacks: str, state:
         lines.append(
             f"Process {rank} does not answer: its host or network is lost, it is stopped, or native code keeps its interpreter."
         )
-    if frames := main_frames(stacks, heard, hang.lane):
-        lines += [f"Process {rank} is in:", *(f"  {frame}" for frame in frames[:_FRAMES])]
+    if frames := main_frames(stacks, report, hang.lane):
+        lines += [f"Process {rank} is in:", *(f"  {frame}" for frame in frames[:_SHOWN_FRAMES])]
     elif state != "T" and (state or stacks):
         lines.append(f"Process {rank} did not give its stack.")
     return lines
 
 
-def _where(heard: Heard | None, lane: str) -> str:
-    mark = heard.lanes.get(lane) if heard else None
+def _position_text(report: RankReport | None, lane: str) -> str:
+    mark = report.lanes.get(lane) if report else None
     return (
         f"at step {mark.step} in {mark.phase or 'nothing that is watched'!r}" if mark else "before it reported anything"
     )
 
 
-def main_frames(stacks: str, heard: Heard | None, lane: str) -> list[str]:
-    """Return the frames of a lane's thread in what faulthandler wrote, innermost first."""
-    mark = heard.lanes.get(lane) if heard else None
+def main_frames(stacks: str, report: RankReport | None, lane: str) -> list[str]:
+    """Return the frames of a lane's thread from the output of faulthandler, the innermost first."""
+    mark = report.lanes.get(lane) if report else None
     if mark is None:
         return []
     for block in re.split(r"\n\s*\n", stacks):
         head, *frames = block.strip().splitlines() or [""]
-        found = re.search(r"hread 0x([0-9a-f]+)", head)
-        if found and int(found[1], 16) == mark.thread:
+        thread_id = re.search(r"hread 0x([0-9a-f]+)", head)
+        if thread_id and int(thread_id[1], 16) == mark.thread:
             return [frame.strip() for frame in frames if frame.strip().startswith("File ")]
     return []
 
 
 def process_state(pid: int) -> str:
-    """Return the letter of a process of this host in /proc/PID/stat: R, S, D, T (stopped), Z; "" if it is not there."""
+    """Return the state letter of a process on this host (/proc/PID/stat): R, S, D, T (stopped), Z; "" if unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
 
 
-def main(words: Sequence[str]) -> int:
-    """Watch the processes of a cluster until this program's input ends; say and end it when they hang."""
-    count, timeout, port = int(words[0]), float(words[1]), int(words[2])
+def main(arguments: Sequence[str]) -> int:
+    """Watch the processes of a cluster until this program's input ends; print a hang and end the job."""
+    count, timeout, port = int(arguments[0]), float(arguments[1]), int(arguments[2])
     watch = Watch(count, timeout, host="0.0.0.0", port=port, say=lambda line: print(line, file=sys.stderr, flush=True))
     print(json.dumps({"port": watch.port, **watch.environment}), flush=True)
-    over = threading.Event()
-    threading.Thread(target=lambda: sys.stdin.read() is not None and over.set(), daemon=True).start()
-    while not over.wait(min(0.5, timeout / 10)):
+    input_ended = threading.Event()
+    threading.Thread(target=lambda: sys.stdin.read() is not None and input_ended.set(), daemon=True).start()
+    while not input_ended.wait(min(0.5, timeout / 10)):
         hang = watch.check()
         if hang is None:
             continue
-        heard = watch.heard()
+        reports = watch.reports()
         watch.ask(b"stacks")
-        over.wait(_ANSWER)
-        print(describe("watchdog", hang, heard, count, watch.stacks, {}), file=sys.stderr, flush=True)
+        input_ended.wait(_ANSWER_SECONDS)
+        print(describe("watchdog", hang, reports, count, watch.stacks, {}), file=sys.stderr, flush=True)
         for rank, text in sorted(watch.stacks.items()):
             print(f"watchdog: the stacks of process {rank}:\n{text}", file=sys.stderr, flush=True)
         watch.ask(b"end")

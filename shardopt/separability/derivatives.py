@@ -17,13 +17,12 @@ from shardopt.separability.elementwise import is_zero, resolve_numbers, unknown_
 from shardopt.separability.proof import DifferentTracesError, Proof
 from shardopt.separability.relations import Known, Relation, Same, Shapes, Site, Split, Total, Unknown, differing_dims
 
-SCALE = -0.7390851332151607
-"""An arbitrary factor s between the derivative of the whole batch's loss and the derivative of a piece's loss.
+SCALE = 0.7390851332151607
+"""An arbitrary positive factor s between the derivative of the whole batch's loss and the derivative of a piece's loss.
 
 A strategy scales the loss of a piece: by the number of pieces, or by a weight that only all pieces together know. It
-corrects the gradient afterwards. This is right only if rules are linear in the cotangents, as derivatives are. Rules that
-add to the cotangents, clip them or take their sign do not keep this factor: it is not 1, not positive, and does not follow
-from sizes in the program.
+corrects the gradient afterwards. This is right only if a rule scales with the cotangents, as derivatives do. Rules that
+add to the cotangents, clip them or take their sign do not keep this factor, which follows from no size in a program.
 """
 
 
@@ -116,9 +115,8 @@ def follow_vjp(proof: Proof, site: Site, relations: list[Relation], results: lis
         not _agree(site, rule_relation, relation) for rule_relation, relation in zip(rule_results, results, strict=True)
     )
     for i, rule_relation, expected_relation in zip(differentiated, rule_cotangents, expected, strict=True):
-        if isinstance(relations[i], Known) or is_zero(
-            rule_relation
-        ):  # a known number has no gradient, and 0 has every relation
+        # a known number has no gradient, and 0 has every relation
+        if isinstance(relations[i], Known) or is_zero(rule_relation):
             continue
         wrong |= expected_relation is None or not _agree(site, rule_relation, expected_relation)
     return _results_unless(site, results, wrong)

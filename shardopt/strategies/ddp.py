@@ -1,91 +1,29 @@
 """Data parallel: the model is replicated, and gradients are averaged in each step."""
 
-from collections.abc import Sequence
+from typing import Unpack
 
 import optax
 from jax.sharding import Mesh
 
 from shardopt.core.block_model import LossFn
-from shardopt.core.types import Rules
 from shardopt.engine.build import build
-from shardopt.engine.compiler_options import CompilerOptions
-from shardopt.engine.config import DDP, BatchDims, SequenceDims, StrategyConfig, View
+from shardopt.engine.config import DDP, configure
 from shardopt.engine.optimizer import ShardedOptimizer
-from shardopt.engine.user_mesh import Axes
-from shardopt.reducers import Reducer
+from shardopt.engine.options import DdpOptions
+from shardopt.strategies.keywords import with_options
 
 
+@with_options
 def ddp(
     tx: optax.GradientTransformation,
     mesh: Mesh,
     loss_fn: LossFn,
-    *,
-    reducer: Reducer | None = None,
-    micro_batches: int = 1,
-    rules: Rules = (),
-    frozen: Sequence[str] = (),
-    evaluate_fn: LossFn | None = None,
-    axes: Axes | None = None,
-    batch_dims: BatchDims = (),
-    sequence_dims: SequenceDims = (),
-    expert_leaves: Sequence[str] = (),
-    compiler_options: CompilerOptions | None = None,
-    view: View = "auto",
-    separable: bool | None = None,
+    **options: Unpack[DdpOptions],
 ) -> ShardedOptimizer:
     """Train data parallel: every device holds a copy of the model, and each step averages their gradients.
 
     With L_d the mean loss of the rows on device d of N, a step applies `tx` to (1/N) sum_d grad L_d. That is the
     gradient of the mean loss over the global batch.
-
-    Args:
-      tx: the optax transformation, such as `optax.adamw(1e-3)`; any but lookahead. A transformation that takes extra
-        arguments gets `value` (the loss) and `grad`. It also gets the loss of this batch as a function of parameters:
-        `value_fn` (for line searches) and `obj_fn` (for sophia). The gradient of that loss is `grad_fn` (for sam with
-        `opaque_mode=True`).
-      mesh: the devices: a mesh from `so.make_mesh`, or your own mesh together with `axes`. A replica axis acts as a
-        second data axis.
-      loss_fn: the loss: a function `loss_fn(params, batch)`, or a `BlockModel`. The function returns a scalar (the mean
-        over the rows that it gets), or a `Weighted`, or a pair of either and a dict of metrics (see `Sum`). If it has a
-        keyword `rng`, it gets a new random key for each step, device and micro-batch. You pass batch leaves
-        [global batch, ...]; in the per-device view the function gets [rows of this device, ...].
-      reducer: how gradients are compressed on the wire, from `so.reducers`; by default they are averaged exactly. Each
-        reducer documents its effect on the equivalence and on the bytes. Its state is part of the train state; a state
-        that differs between devices is stacked, with one entry per device.
-      micro_batches: the number of pieces that each device cuts its rows into. A device computes the gradient of one
-        piece at a time, which needs less memory for activations.
-      rules: which dims the tensor axis splits: `[(regex, PartitionSpec), ...]`, or a function
-        `(path, shape) -> PartitionSpec | None`. A regex is searched in key paths such as "blocks/attention/qkv", and
-        the first match wins. For leaves of a BlockModel's "blocks" the spec describes one block.
-      frozen: regexes of the key paths of parameters that are not trained. Frozen leaves have no gradient and no
-        optimizer state. Leaves that are not floating are always frozen. `loss_fn` may give frozen leaves new values
-        with `Updated`.
-      evaluate_fn: the loss that `opt.evaluate` and `so.training.evaluation` run, on the parameters where they are
-        placed; by default `loss_fn`. It has the form of `loss_fn`, and gets no random key.
-      axes: the names of the axes of your own mesh, such as `so.Axes(data=("dp", "fsdp"), tensor="tp")`; by default the
-        names of `so.make_mesh`. State and metrics live on your mesh, with Auto or Explicit axes, whatever
-        `jax.set_mesh` says. Rules, and a loss in the global view, use your names. A loss in the per-device view uses
-        the names data, tensor, replica, pipeline, context and expert.
-      batch_dims: which dim of a batch leaf counts rows, if it is not dim 0: `[(regex, dim or None), ...]`. A regex is
-        searched in the key paths of the batch, and the first match wins. `("^frames$", 1)` is for frames [T, B, ...].
-        None is for a leaf that all rows share, such as a table: every device and micro-batch gets all of it. With
-        `view="global"` leaves may have different numbers of rows, such as the nodes and edges of a graph. Each leaf is
-        then split on the first dim that the number of devices divides; the dim of the rows is tried first. A leaf
-        without such a dim is replicated.
-      sequence_dims: which dim of a batch leaf counts positions: `[(regex, dim or None), ...]`, as in `batch_dims`. By
-        default it is the first dim that does not count rows: dim 1 of [rows, positions, ...]. A leaf that all rows
-        share has none. Only used if the mesh has a context axis.
-      expert_leaves: regexes of the key paths of expert weights. Dim 0 of such a leaf counts experts, and the expert
-        axis splits it; for leaves of a BlockModel's "blocks" it is dim 0 of one block. Without an expert axis these
-        leaves are treated like all others.
-      compiler_options: the options that XLA compiles a step with, name -> value; by default
-        `so.compiler_options(mesh)`.
-      view: where the loss runs. By default, "auto", it runs on each device's own rows, if that is proved to be exact.
-        Otherwise it runs once on the whole batch, and a warning says why. "per_device" runs it on each device's own
-        rows, or raises an error if that is not proved. "global" runs it once on the whole batch, without a proof or a
-        warning. `opt.config.report()` shows the choice and the reason.
-      separable: True states that the loss is a (weighted) mean over rows, and skips the proof. `so.check` compares such
-        a loss with one device.
 
     Returns:
       A `ShardedOptimizer`.
@@ -157,24 +95,4 @@ def ddp(
     References:
       Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020.
     """
-    return build(
-        StrategyConfig(
-            "ddp",
-            tx,
-            mesh,
-            loss_fn,
-            DDP,
-            micro_batches=micro_batches,
-            rules=rules,
-            frozen=frozen,
-            evaluate_fn=evaluate_fn,
-            axis_names=axes,
-            batch_dims=batch_dims,
-            sequence_dims=sequence_dims,
-            expert_leaves=expert_leaves,
-            compiler_options=compiler_options,
-            separable=separable,
-            reducer=reducer,
-            view=view,
-        )
-    )
+    return build(configure("ddp", tx, mesh, loss_fn, DDP, options))

@@ -1,25 +1,25 @@
 """Data, tensor and pipeline parallel together: a model is split into stages, and its micro-batches follow a schedule."""
 
 from collections.abc import Callable, Sequence
+from typing import Unpack
 
-import jax
 import optax
 from jax.sharding import Mesh
 
 from shardopt.core.arguments import check_count
-from shardopt.core.block_model import BlockModel, LossFn, as_block_model
+from shardopt.core.block_model import BlockModel, as_block_model
 from shardopt.core.errors import format_error, plural
-from shardopt.core.types import Rules
 from shardopt.engine.build import build
-from shardopt.engine.compiler_options import CompilerOptions
-from shardopt.engine.config import PLACEMENTS, BatchDims, OptStateLayout, SequenceDims, StrategyConfig, View
+from shardopt.engine.config import PLACEMENTS, configure
 from shardopt.engine.optimizer import ShardedOptimizer
-from shardopt.engine.user_mesh import Axes, read_mesh
+from shardopt.engine.options import HybridOptions
+from shardopt.engine.user_mesh import read_mesh
 from shardopt.pipeline import Schedule, schedules
 from shardopt.pipeline.cut import check_counts
-from shardopt.reducers import Reducer
+from shardopt.strategies.keywords import with_options
 
 
+@with_options
 def hybrid(
     tx: optax.GradientTransformation,
     mesh: Mesh,
@@ -29,35 +29,18 @@ def hybrid(
     micro_batches: int,
     blocks_per_stage: Sequence[int] | None = None,
     placement: str = "fsdp",
-    rules: Rules = (),
-    min_shard_elements: int = 1024,
-    gather_dtype: jax.typing.DTypeLike | None = None,
-    scatter_dtype: jax.typing.DTypeLike | None = None,
-    frozen: Sequence[str] = (),
-    evaluate_fn: LossFn | None = None,
-    compiler_options: CompilerOptions | None = None,
-    view: View = "auto",
-    separable: bool | None = None,
-    axes: Axes | None = None,
-    batch_dims: BatchDims = (),
-    sequence_dims: SequenceDims = (),
-    expert_leaves: Sequence[str] = (),
-    opt_state_layout: OptStateLayout = "within",
-    offload: Sequence[str] = (),
     remat: bool | str = False,
     regather: bool = True,
-    reducer: Reducer | None = None,
+    **options: Unpack[HybridOptions],
 ) -> ShardedOptimizer:
     """Train a model that is split over data, tensor and pipeline axes at once.
 
     With S stages on the pipeline axis and M micro-batches, stage s runs its blocks forwards and backwards on one
     micro-batch after another, in the order of the schedule. Between ticks, stages send activations and their gradients
-    to each other. As in `ddp`, a step applies the gradient of the mean loss over the global batch.
+    to each other. M must divide the rows of a data device. As in `ddp`, a step applies the gradient of the mean loss
+    over the global batch.
 
     Args:
-      tx: the optax transformation, such as `optax.adamw(1e-3)`; any but lookahead. See `ddp` for the extra arguments
-        that it may take.
-      mesh: the devices, from `make_mesh(data=..., tensor=..., pipeline=...)`; or your own mesh together with `axes`.
       model: a `BlockModel`. Its `remat` says which values of a block are kept for the backward pass; all others are
         computed again. None keeps the values that the backward pass needs. "full" keeps the input of the block.
         "save:NAME,..." keeps the input and the named values. A `jax.checkpoint` policy keeps the values that it
@@ -67,38 +50,11 @@ def hybrid(
         `(num_stages, num_micro_batches) -> Schedule`, such as
         `functools.partial(so.schedules.interleaved, num_chunks=2)`; or a `Schedule` of these sizes, which may be your
         own.
-      micro_batches: M, the number of pieces that each data device cuts its rows into; it must divide them.
       blocks_per_stage: [V] integers: how many blocks each virtual stage runs, in the order of the model; 0 is allowed.
         By default equally many, or as nearly equal as possible if V does not divide them. `so.schedules.balance`
         computes them, and counts the work of embedding and head in blocks.
       placement: which parts of the train state are sharded over data, as in the strategies of these names: "ddp",
         "zero1", "zero2", "zero3" or "fsdp" (the same as "zero3").
-      rules: which dims the tensor axis splits: `[(regex, PartitionSpec), ...]`, or a function
-        `(path, shape) -> PartitionSpec | None`. The first regex found in a leaf's key path wins.
-      min_shard_elements: leaves with fewer elements than this stay replicated over data. For stacked blocks the
-        elements of one block count. `opt.config.report()` lists these leaves.
-      gather_dtype: the dtype that trained floating parameters are cast to before they are gathered and used; by default
-        their own. Only for placements that gather ("fsdp", "zero3").
-      scatter_dtype: the dtype that gradients of sharded leaves are cast to before they are summed over data; by default
-        the dtype of the parameters. Only for placements that scatter (all but "ddp"), and not with a `reducer`.
-      frozen: regexes of the key paths of parameters that are not trained: they have no gradient and no optimizer state.
-      evaluate_fn: the loss that `opt.evaluate` runs, by default that of `model`; a `BlockModel` if there is more than
-        one stage.
-      compiler_options: the options that XLA compiles a step with, name -> value; by default
-        `so.compiler_options(mesh)`.
-      view: where the loss runs; see `ddp`. A pipeline has no global view, and refuses a loss that is not proved to be a
-        mean over rows.
-      separable: True states that the loss is a (weighted) mean over rows, and skips the proof.
-      axes: the names of the axes of your own mesh, such as `so.Axes(data="dp", tensor="tp")`; by default the names of
-        `so.make_mesh`.
-      batch_dims: which dim of a batch leaf counts rows, if it is not dim 0: `[(regex, dim or None), ...]`. None is for
-        a leaf that all rows share.
-      sequence_dims: which dim of a batch leaf counts positions, for a mesh with a context axis:
-        `[(regex, dim or None), ...]`. By default it is the first dim that does not count rows.
-      expert_leaves: regexes of the key paths of expert weights [experts, ...], which an expert axis splits by experts.
-      opt_state_layout: how optimizer state is sharded: "within" leaves, or "matrices" on owners; see `fsdp`. Only for
-        placements that shard optimizer state.
-      offload: `("opt_state",)` keeps optimizer state in host memory between steps; see `fsdp`.
       remat: True keeps only the input of each chunk, and runs its forward pass again in its backward pass. That is a
         third more work, for a memory of one activation per slot. "fsdp" then gathers a block three times per
         micro-batch, not twice. A schedule that delays weight passes keeps the values that they need from the backward
@@ -107,8 +63,6 @@ def hybrid(
         in every pass: M times fewer bytes on data. During the step a stage then holds all its weights in
         `gather_dtype`, and the sums of all its gradients in fp32, as "zero1" does. Between steps they stay sharded.
         Only for "fsdp" and "zero3" in a pipeline.
-      reducer: how gradients are compressed when they cross the data axis, from `so.reducers`; by default they are
-        averaged exactly. Only for placements "ddp" and "zero1".
 
     Returns:
       A `ShardedOptimizer`.
@@ -170,90 +124,72 @@ def hybrid(
       Huang et al., "GPipe", 2019; Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
       Using Megatron-LM", 2021; Qi et al., "Zero Bubble Pipeline Parallelism", 2023; Rajbhandari et al., "ZeRO", 2020.
     """
-    who = "hybrid"
+    caller = "hybrid"
     blocks = as_block_model(model)
     if blocks is None:
         problem = f"model must be a BlockModel, whose blocks are cut into stages, got {type(model).__name__}."
         raise TypeError(
-            format_error(who, problem, fix="use so.BlockModel(embed, block, loss), or so.fsdp for any loss.")
+            format_error(caller, problem, fix="use so.BlockModel(embed, block, loss), or so.fsdp for any loss.")
         )
     fix = f"use one of {', '.join(map(repr, PLACEMENTS))}."
     if not isinstance(placement, str):
-        raise TypeError(format_error(who, f"placement must be a string, got {placement!r}.", fix=fix))
+        raise TypeError(format_error(caller, f"placement must be a string, got {placement!r}.", fix=fix))
     if placement not in PLACEMENTS:
-        raise ValueError(format_error(who, f"unknown placement {placement!r}.", fix=fix))
-    if gather_dtype is not None and not PLACEMENTS[placement].params:
+        raise ValueError(format_error(caller, f"unknown placement {placement!r}.", fix=fix))
+    if options.get("gather_dtype") is not None and not PLACEMENTS[placement].params:
         problem = f"gather_dtype is for placements that gather parameters, not for {placement!r}."
-        raise ValueError(format_error(who, problem, fix="use placement='fsdp', or leave gather_dtype out."))
+        raise ValueError(format_error(caller, problem, fix="use placement='fsdp', or leave gather_dtype out."))
     if not isinstance(regather, bool):
-        raise TypeError(format_error(who, f"regather must be True or False, got {regather!r}."))
+        raise TypeError(format_error(caller, f"regather must be True or False, got {regather!r}."))
     if not regather and not PLACEMENTS[placement].params:
         problem = f"regather=False is for placements that gather parameters, not for {placement!r}."
-        raise ValueError(format_error(who, problem, fix="use placement='fsdp', or leave regather out."))
+        raise ValueError(format_error(caller, problem, fix="use placement='fsdp', or leave regather out."))
     if not isinstance(remat, bool | str):
         problem = f"remat must be True, False or a string that BlockModel.remat can be, got {remat!r}."
-        raise TypeError(format_error(who, problem, fix="give a policy to the model: model._replace(remat=policy)."))
-    check_count(who, "micro_batches", micro_batches, least=1)
-    check_count(who, "min_shard_elements", min_shard_elements, least=1)
-    num_stages = read_mesh(who, mesh, axes, pipelined=True)[0].shape["pipeline"]
-    built_schedule = _build_schedule(who, schedule, num_stages, micro_batches)
+        raise TypeError(format_error(caller, problem, fix="give a policy to the model: model._replace(remat=policy)."))
+    check_count(caller, "micro_batches", micro_batches, minimum=1)
+    config = configure(caller, tx, mesh, blocks, PLACEMENTS[placement], options)
+    check_count(caller, "min_shard_elements", config.min_shard_elements, minimum=1)
+    num_stages = read_mesh(caller, mesh, config.axis_names, pipelined=True)[0].shape["pipeline"]
+    built_schedule = _build_schedule(caller, schedule, num_stages, micro_batches)
     if not regather and num_stages == 1:
         problem = "regather=False is for pipelines, and there is one stage."
-        raise ValueError(format_error(who, problem, fix="use a mesh with pipeline above 1, or leave regather out."))
+        raise ValueError(format_error(caller, problem, fix="use a mesh with pipeline above 1, or leave regather out."))
     if blocks_per_stage is not None and num_stages == 1:
         problem = "blocks_per_stage is for pipelines, and there is one stage."
         raise ValueError(
-            format_error(who, problem, fix="use a mesh with pipeline above 1, or leave blocks_per_stage out.")
+            format_error(caller, problem, fix="use a mesh with pipeline above 1, or leave blocks_per_stage out.")
         )
     if isinstance(remat, str):
         blocks = blocks._replace(remat=remat)
     elif num_stages == 1 and remat and blocks.remat is None:
         blocks = blocks._replace(remat="full")
     return build(
-        StrategyConfig(
-            who,
-            tx,
-            mesh,
-            blocks,
-            PLACEMENTS[placement],
+        config._replace(
+            loss_fn=blocks,
             micro_batches=micro_batches,
-            rules=rules,
-            min_shard_elements=min_shard_elements if PLACEMENTS[placement].opt_state else 1,
-            gather_dtype=gather_dtype,
-            scatter_dtype=scatter_dtype,
-            frozen=frozen,
-            evaluate_fn=evaluate_fn,
-            compiler_options=compiler_options,
-            view=view,
-            separable=separable,
-            axis_names=axes,
-            batch_dims=batch_dims,
-            sequence_dims=sequence_dims,
-            expert_leaves=expert_leaves,
-            opt_state_layout=opt_state_layout,
-            offload=offload,
+            min_shard_elements=config.min_shard_elements if config.placement.opt_state else 1,
             schedule=built_schedule if num_stages > 1 else None,
-            blocks_per_stage=check_counts(who, blocks_per_stage),
+            blocks_per_stage=check_counts(caller, blocks_per_stage),
             remat=remat is True,
             regather=regather,
-            reducer=reducer,
         )
     )
 
 
 def _build_schedule(
-    who: str, schedule: Schedule | Callable[[int, int], Schedule], num_stages: int, micro_batches: int
+    caller: str, schedule: Schedule | Callable[[int, int], Schedule], num_stages: int, micro_batches: int
 ) -> Schedule:
     if not isinstance(schedule, Schedule) and not callable(schedule):
         problem = f"schedule must be a Schedule, or a function that makes one, got {schedule!r}."
         raise TypeError(
-            format_error(who, problem, fix="use one of so.schedules, such as so.schedules.eager_one_f_one_b.")
+            format_error(caller, problem, fix="use one of so.schedules, such as so.schedules.eager_one_f_one_b.")
         )
     built_schedule = schedule if isinstance(schedule, Schedule) else schedule(num_stages, micro_batches)
     if not isinstance(built_schedule, Schedule):
         problem = f"schedule(num_stages={num_stages}, num_micro_batches={micro_batches}) returned {built_schedule!r}."
         raise TypeError(
-            format_error(who, problem, fix="return a Schedule; so.schedules.from_ticks and from_order make one.")
+            format_error(caller, problem, fix="return a Schedule; so.schedules.from_ticks and from_order make one.")
         )
     if (built_schedule.num_stages, built_schedule.num_micro_batches) != (num_stages, micro_batches):
         problem = (
@@ -261,6 +197,8 @@ def _build_schedule(
             f"{plural(built_schedule.num_micro_batches, 'micro-batch')}, but there are pipeline={num_stages} and "
             f"micro_batches={micro_batches}."
         )
-        raise ValueError(format_error(who, problem, fix="make it of these sizes, or pass the function that makes it."))
+        raise ValueError(
+            format_error(caller, problem, fix="make it of these sizes, or pass the function that makes it.")
+        )
     built_schedule.validate()
     return built_schedule

@@ -1,4 +1,4 @@
-"""Training: the loop, early stopping, loggers, and hyperparameters between steps."""
+"""Training: the loop, early stopping, loggers, and changes of parameters and hyperparameters between steps."""
 
 from shardopt.core.early_stopping import EarlyStopping
 from shardopt.training.evaluation import evaluation
@@ -7,11 +7,11 @@ from shardopt.training.goodput import Goodput
 from shardopt.training.hyperparams import hyperparams, with_hyperparams
 from shardopt.training.loggers import jsonl, tensorboard
 from shardopt.training.params import with_params
-from shardopt.training.resume import FirstState
+from shardopt.training.resume import DeferredInit
 
 __all__ = [
+    "DeferredInit",
     "EarlyStopping",
-    "FirstState",
     "FitResult",
     "Goodput",
     "evaluation",

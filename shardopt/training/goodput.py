@@ -1,9 +1,10 @@
-"""Goodput: which part of the time went into steps that count, and what the rest was lost to, across restarts.
+"""Goodput: the share of time spent on steps that count, and the causes of the lost time, across restarts.
 
     goodput = seconds of steps taken for the first time / seconds since the run began
 
-Every second belongs to one cause. The account is in `goodput.json` beside the checkpoints, one entry for each attempt; where
-an attempt did not end well, or its launcher ended it to go on with more processes, the time until the next one began was lost too.
+Every second belongs to one cause. The account is in `goodput.json` next to the checkpoints, with one entry per
+attempt. The time between two attempts is lost too in two cases: the first attempt failed, or its launcher ended it to
+continue with more processes.
 """
 
 import contextlib
@@ -20,13 +21,13 @@ from shardopt.runtime.launch import BEGAN, HUNG_SECONDS, RESTART
 FILE = "goodput.json"
 
 CAUSES = ("start", "compile", "checkpoint", "evaluate", "redone", "restart", "hang")
-"""What time is lost to, in the order of `Goodput.lost`."""
+"""The causes of lost time, in the order of `Goodput.lost`."""
 
-_STEP = ("data", "step", "wait", "log", "agree")
-"""Phases of `fit` that make a step."""
+_STEP_PHASES = ("data", "step", "wait", "log", "agree")
+"""The phases of `fit` that belong to a step."""
 
-_EVERY = 1.0
-"""Seconds between writes, at least; what came after the last write of a killed process counts as lost to the restart."""
+_WRITE_SECONDS = 1.0
+"""Minimum seconds between writes. Time after the last write of a killed process counts as lost to the restart."""
 
 
 class Goodput(NamedTuple):
@@ -34,12 +35,18 @@ class Goodput(NamedTuple):
 
     Attributes:
       fraction: `useful` / `seconds`.
-      useful: seconds of steps taken for the first time, waiting for data and for each other included.
-      seconds: since the run began, without the time after an attempt that ended by itself or was told to end.
-      lost: seconds by cause, only those that cost any: "start" (until the first step began), "compile" (the first step of
-        each attempt, which compiles), "checkpoint" (training stood still for it), "evaluate", "redone" (steps that an earlier
-        attempt had taken, after its last checkpoint), "restart" (from the end of an attempt that failed, or from what it last
-        accounted for, until the next one has restored), "hang" (until `shardopt launch --hang-timeout` noticed).
+      useful: seconds of steps taken for the first time, including waits for batches and for other processes.
+      seconds: seconds since the run began, without the time after an attempt that ended normally or was told to end.
+      lost: seconds by cause, only causes with lost time:
+
+        - "start": until the first step began;
+        - "compile": the first step of each attempt, which compiles;
+        - "checkpoint": training waited for a checkpoint;
+        - "evaluate": evaluations;
+        - "redone": steps that an earlier attempt had already taken, after its last checkpoint;
+        - "restart": from the end of a failed attempt, or from its last write, until the next attempt has restored;
+        - "hang": until `shardopt launch --hang-timeout` noticed a hang.
+
       restarts: attempts after the first.
     """
 
@@ -63,95 +70,108 @@ class _Attempt(NamedTuple):
 
 
 class Ledger:
-    """The account of one call of `fit`, and of the attempts before it; marks its phases for whoever watches too."""
+    """The account of one call of `fit` and of the attempts before it. It also marks phases for the watch of the job.
+
+    Args:
+      folder: the folder of the run, whose account is continued; None keeps the account in memory only.
+    """
 
     def __init__(self, folder: Path | None):
-        """Begin to count; with a folder go on with the account there, and write to it."""
         self._path = None if folder is None else folder / FILE
         self._earlier = _read(self._path)
-        self._furthest = max((one.step for one in self._earlier), default=0)
-        relaunched = RESTART in os.environ and not _counted
-        self._began = _start_of_job()
+        self._highest_step = max((attempt.step for attempt in self._earlier), default=0)
+        relaunched = RESTART in os.environ and not _counted_starts
+        self._start_time = _start_of_job()
         self._seconds: dict[str, float] = {}
-        last = self._earlier[-1] if self._earlier else None
-        again = last is not None and (relaunched or not last.ended_well)
-        if last is not None and again:
-            gap = max(0.0, self._began - last.until)
-            hung = min(gap, float(os.environ.get(HUNG_SECONDS, "0")))
-            self._seconds = {"hang": hung, "restart": gap - hung}
-        self._beginning = "restart" if again else "start"
-        self._seconds[self._beginning] = self._seconds.get(self._beginning, 0.0) + time.time() - self._began
-        self._phase, self._since, self._step, self._compiled, self._written = "begin", time.monotonic(), 0, False, 0.0
+        previous = self._earlier[-1] if self._earlier else None
+        is_restart = previous is not None and (relaunched or not previous.ended_well)
+        if previous is not None and is_restart:
+            gap = max(0.0, self._start_time - previous.until)
+            hung_seconds = min(gap, float(os.environ.get(HUNG_SECONDS, "0")))
+            self._seconds = {"hang": hung_seconds, "restart": gap - hung_seconds}
+        self._first_cause = "restart" if is_restart else "start"
+        self._seconds[self._first_cause] = self._seconds.get(self._first_cause, 0.0) + time.time() - self._start_time
+        self._phase, self._phase_start = "begin", time.monotonic()
+        self._step, self._has_compiled, self._written = 0, False, 0.0
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Begin a phase of `fit`; a step is counted by the steps taken before it."""
+        """Begin a phase of `fit`.
+
+        Args:
+          phase: the name of the phase.
+          step: the steps taken before it; by default the step of the previous phase.
+        """
         progress.mark(phase, step)
         now = time.monotonic()
         cause = self._cause()
-        self._seconds[cause] = self._seconds.get(cause, 0.0) + now - self._since
-        self._compiled = self._compiled or self._phase == "step"
-        self._phase, self._since = phase, now
+        self._seconds[cause] = self._seconds.get(cause, 0.0) + now - self._phase_start
+        self._has_compiled = self._has_compiled or self._phase == "step"
+        self._phase, self._phase_start = phase, now
         self._step = self._step if step is None else step
         self.write()
 
     def total(self) -> Goodput:
-        """Return the account so far, up to the last phase that ended."""
+        """Return the account so far, up to the last finished phase."""
         attempts = [*self._earlier, self._attempt(ended_well=False)]
         sums: dict[str, float] = {}
-        for one in attempts:
-            for name, seconds in one.seconds.items():
+        for attempt in attempts:
+            for name, seconds in attempt.seconds.items():
                 sums[name] = sums.get(name, 0.0) + seconds
-        useful, wall = sums.get("useful", 0.0), max(sum(sums.values()), 1e-9)
+        useful, total_seconds = sums.get("useful", 0.0), max(sum(sums.values()), 1e-9)
         lost = {name: sums[name] for name in CAUSES if sums.get(name, 0.0) > 0}
-        return Goodput(useful / wall, useful, wall, lost, len(self._earlier))
+        return Goodput(useful / total_seconds, useful, total_seconds, lost, len(self._earlier))
 
     def write(self, *, ended_well: bool = False) -> None:
-        """Write the account, unless it was written just now or this attempt has ended."""
-        if self._path is None or (not ended_well and time.monotonic() - self._written < _EVERY):
+        """Write the account, unless the last write was less than a second ago; always write if `ended_well`."""
+        if self._path is None or (not ended_well and time.monotonic() - self._written < _WRITE_SECONDS):
             return
         self._written = time.monotonic()
-        attempts = [one._asdict() for one in (*self._earlier, self._attempt(ended_well=ended_well))]
-        with contextlib.suppress(
-            OSError
-        ):  # a full disk, a deleted folder: no reason to stop, and said by what needs them
+        attempts = [attempt._asdict() for attempt in (*self._earlier, self._attempt(ended_well=ended_well))]
+        # A full disk or a deleted folder does not stop training; the code that needs the folder raises the error.
+        with contextlib.suppress(OSError):
             write_atomic(self._path, json.dumps({"attempts": attempts}, indent=1) + "\n")
 
     def _cause(self) -> str:
         if self._phase == "begin":
-            return self._beginning
-        if self._phase == "step" and not self._compiled:
+            return self._first_cause
+        if self._phase == "step" and not self._has_compiled:
             return "compile"
-        if self._phase in _STEP:
-            return "redone" if self._step < self._furthest else "useful"
+        if self._phase in _STEP_PHASES:
+            return "redone" if self._step < self._highest_step else "useful"
         return self._phase if self._phase in CAUSES else "useful"
 
     def _attempt(self, *, ended_well: bool) -> _Attempt:
-        done = self._step + (self._compiled and self._phase not in ("data", "step", "wait"))
-        furthest = max(done, self._furthest)
-        return _Attempt(self._began, time.time(), furthest, ended_well, self._seconds)
+        steps_done = self._step + (self._has_compiled and self._phase not in ("data", "step", "wait"))
+        highest_step = max(steps_done, self._highest_step)
+        return _Attempt(self._start_time, time.time(), highest_step, ended_well, self._seconds)
 
 
 def _read(path: Path | None) -> list[_Attempt]:
-    """Return the attempts so far; none where the account is missing or damaged, for it is only an account."""
+    """Return the earlier attempts, or [] if the account is missing or damaged: training does not depend on it."""
     if path is None:
         return []
     try:
-        found = [_Attempt(**one) for one in json.loads(path.read_text())["attempts"]]
-        return [one._replace(seconds={str(k): float(v) for k, v in one.seconds.items()}) for one in found]
+        attempts = [_Attempt(**attempt) for attempt in json.loads(path.read_text())["attempts"]]
+        return [
+            attempt._replace(seconds={str(k): float(v) for k, v in attempt.seconds.items()}) for attempt in attempts
+        ]
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return []
 
 
-_counted: list[float] = []
+_counted_starts: list[float] = []
 
 
 def _start_of_job() -> float:
-    """Return when this attempt began, in seconds since 1970: of the first `fit` of a launched process its start, else now."""
-    if BEGAN in os.environ and not _counted:
-        _counted.append(float(os.environ[BEGAN]))
-        return _counted[0]
+    """Return when this attempt began, in seconds since 1970.
+
+    For the first `fit` of a launched process it is the start of the process, else now.
+    """
+    if BEGAN in os.environ and not _counted_starts:
+        _counted_starts.append(float(os.environ[BEGAN]))
+        return _counted_starts[0]
     return time.time()
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}%" if share < 0.1 else f"{100 * share:.0f}%"
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f}%" if fraction < 0.1 else f"{100 * fraction:.0f}%"

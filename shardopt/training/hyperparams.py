@@ -1,4 +1,4 @@
-"""Reading and setting what `optax.inject_hyperparams` keeps in the optimizer state."""
+"""Read and set the hyperparameters of `optax.inject_hyperparams` in the optimizer state."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -17,15 +17,16 @@ _REMEDY = "wrap the optimizer, as in optax.inject_hyperparams(optax.adamw)(learn
 
 
 def hyperparams(state: TrainState) -> dict[str, float | np.ndarray]:
-    """Return the hyperparameters of `optax.inject_hyperparams` states, wherever they are in the optimizer state.
+    """Return the hyperparameters of `optax.inject_hyperparams` states anywhere in the optimizer state.
 
     Args:
       state: a train state.
 
     Returns:
-      {name: value}, numbers on the host (numpy arrays for those with a shape). A name that several injected states
-      share is preceded by their key paths: "0/learning_rate", "1/learning_rate". Of `local_sgd` and `diloco` one value
-      where all replicas have the same, else all of them [replicas, ...]; with several processes all must call it.
+      {name: value}: numbers on the host, or numpy arrays for values with a shape. If several injected states have the
+      same name, the name starts with the key path: "0/learning_rate", "1/learning_rate". With `local_sgd` and
+      `diloco`, one value if it is equal on all replicas, else [replicas, ...]. With several processes all must call
+      it.
 
     Raises:
       ValueError: if the state has no injected hyperparameters.
@@ -38,26 +39,28 @@ def hyperparams(state: TrainState) -> dict[str, float | np.ndarray]:
       >>> hyperparams(TrainState(jnp.int32(0), params, tx.init(params), jax.random.key_data(jax.random.key(0))))
       {'learning_rate': 0.5, 'momentum': 0.25}
     """
-    found = _find("hyperparams", state)
-    values = {name: _on_host(one) for name, one in found.items()}
+    injected_by_name = _injected_by_name("hyperparams", state)
+    values = {name: _on_host(injected) for name, injected in injected_by_name.items()}
     return {name: value.item() if np.ndim(value) == 0 else value for name, value in values.items()}
 
 
 def with_hyperparams(state: TrainState, **values: float | np.ndarray | jax.Array) -> TrainState:
-    """Return the state with other hyperparameters, to be called between steps.
+    """Return the state with new hyperparameters; call it between steps.
 
-    Shapes, dtypes and placement stay, so the next step runs the program that is already compiled. Every other leaf is
-    shared with the state passed in: use only the returned one from here on. With several processes all must set the
-    same values. Of `local_sgd` and `diloco` a value is set on all replicas, or [replicas, ...] one on each.
+    Shapes, dtypes and placement do not change, so the next step runs the compiled program. Use only the returned state
+    afterwards: its other leaves are shared with the old state. With several processes all must set the same values.
 
     Args:
-      state: a train state.
-      **values: new values by the names that `hyperparams` gives; pass those with a path as `**{"0/learning_rate": 1e-3}`.
+      state: a train state. With `local_sgd` and `diloco`, a value is set on all replicas; a value [replicas, ...]
+        sets one on each.
+      **values: new values by the names that `hyperparams` returns; pass a name with a path as
+        `**{"0/learning_rate": 1e-3}`.
 
     Raises:
       TypeError: if a value is not a number or an array of numbers.
-      ValueError: if the state has no injected hyperparameters, a name is unknown or follows a schedule (which would
-        overwrite it at the next step), a shape differs, or a value is NaN or does not fit its dtype.
+      ValueError: if the state has no injected hyperparameters, if a name is unknown, or if it follows a schedule,
+        which would overwrite the value at the next step. Also if a shape differs, or a value is NaN or does not fit
+        its dtype.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -68,16 +71,20 @@ def with_hyperparams(state: TrainState, **values: float | np.ndarray | jax.Array
       >>> hyperparams(with_hyperparams(state, learning_rate=0.25))
       {'learning_rate': 0.25}
     """
-    who = "with_hyperparams"
-    found = _find(who, state)
-    if unknown := sorted(set(values) - set(found)):
-        fix = f"choose from {', '.join(sorted(found))}."
-        raise ValueError(format_error(who, f"no hyperparameter is named {', '.join(map(repr, unknown))}.", fix=fix))
-    if scheduled := sorted(name for name in values if found[name].scheduled):
-        what = f"{', '.join(map(repr, scheduled))} would be overwritten by a schedule at the next step."
-        raise ValueError(format_error(who, what, fix="inject a number instead of the schedule, and set it as you go."))
-    new = {found[name].path: _like(name, found[name], value) for name, value in values.items()}
-    opt_state = jax.tree_util.tree_map_with_path(lambda path, leaf: new.get(path, leaf), state.opt_state)
+    caller = "with_hyperparams"
+    injected_by_name = _injected_by_name(caller, state)
+    if unknown := sorted(set(values) - set(injected_by_name)):
+        fix = f"choose from {', '.join(sorted(injected_by_name))}."
+        raise ValueError(format_error(caller, f"no hyperparameter is named {', '.join(map(repr, unknown))}.", fix=fix))
+    if scheduled := sorted(name for name in values if injected_by_name[name].scheduled):
+        problem = f"{', '.join(map(repr, scheduled))} would be overwritten by a schedule at the next step."
+        raise ValueError(
+            format_error(caller, problem, fix="inject a number instead of the schedule, and set it as you go.")
+        )
+    new_values = {
+        injected_by_name[name].path: _placed_like(name, injected_by_name[name], value) for name, value in values.items()
+    }
+    opt_state = jax.tree_util.tree_map_with_path(lambda path, leaf: new_values.get(path, leaf), state.opt_state)
     return state._replace(opt_state=opt_state)
 
 
@@ -91,68 +98,73 @@ class _Injected(NamedTuple):
     per_replica: bool
 
 
-def _find(who: str, state: TrainState) -> dict[str, _Injected]:
+def _injected_by_name(caller: str, state: TrainState) -> dict[str, _Injected]:
     if not hasattr(state, "opt_state"):
-        raise TypeError(f"{who}: state must be a TrainState, got {type(state).__name__}.")
-    found = list(_walk((), state.opt_state))
-    if not found:
-        raise ValueError(format_error(who, "the optimizer state has no injected hyperparameters.", fix=_REMEDY))
-    count = Counter(name for _, name, _ in found)
-    return {name if count[name] == 1 else f"{prefix}/{name}".lstrip("/"): one for prefix, name, one in found}
+        raise TypeError(f"{caller}: state must be a TrainState, got {type(state).__name__}.")
+    entries = list(_injected_entries((), state.opt_state))
+    if not entries:
+        raise ValueError(format_error(caller, "the optimizer state has no injected hyperparameters.", fix=_REMEDY))
+    name_counts = Counter(name for _, name, _ in entries)
+    return {
+        name if name_counts[name] == 1 else f"{path_text}/{name}".lstrip("/"): injected
+        for path_text, name, injected in entries
+    }
 
 
-def _walk(prefix: _KeyPath, tree: PyTree) -> Iterator[tuple[str, str, _Injected]]:
-    """Yield (path of the injected state, name, hyperparameter); an inner state may hold injected ones again."""
+def _injected_entries(prefix: _KeyPath, tree: PyTree) -> Iterator[tuple[str, str, _Injected]]:
+    """Yield (path of the injected state as text, name, hyperparameter), also from nested injected states."""
     for path, node in jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda x: _is_injected(x) or isinstance(x, PerReplica)
     ):
-        here = (*prefix, *path)
+        node_path = (*prefix, *path)
         if isinstance(node, PerReplica):
-            for text, name, one in _walk((*here, jax.tree_util.GetAttrKey("value")), node.value):
-                yield text, name, one._replace(per_replica=True)
+            for path_text, name, injected in _injected_entries(
+                (*node_path, jax.tree_util.GetAttrKey("value")), node.value
+            ):
+                yield path_text, name, injected._replace(per_replica=True)
             continue
         if not _is_injected(node):
             continue
         scheduled = getattr(node, "hyperparams_states", {})
         field = jax.tree_util.GetAttrKey("hyperparams")
         for name, value in node.hyperparams.items():
-            full = (*here, field, jax.tree_util.DictKey(name))
-            text = jax.tree_util.keystr(here, simple=True, separator="/")
-            yield text, name, _Injected(full, value, name in scheduled, per_replica=False)
-        yield from _walk((*here, jax.tree_util.GetAttrKey("inner_state")), node.inner_state)
+            value_path = (*node_path, field, jax.tree_util.DictKey(name))
+            path_text = jax.tree_util.keystr(node_path, simple=True, separator="/")
+            yield path_text, name, _Injected(value_path, value, name in scheduled, per_replica=False)
+        yield from _injected_entries((*node_path, jax.tree_util.GetAttrKey("inner_state")), node.inner_state)
 
 
 def _is_injected(node: object) -> bool:
     return hasattr(node, "hyperparams") and hasattr(node, "inner_state")
 
 
-def _on_host(one: _Injected) -> np.ndarray:
-    """Return a value as numpy; where all replicas have the same, a single one."""
-    value, sharding = one.value, getattr(one.value, "sharding", None)
+def _on_host(injected: _Injected) -> np.ndarray:
+    """Return the value as numpy; return one value if all replicas have the same."""
+    value, sharding = injected.value, getattr(injected.value, "sharding", None)
     if isinstance(sharding, NamedSharding) and not (sharding.is_fully_addressable or sharding.is_fully_replicated):
         value = jax.jit(lambda x: x, out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))(value)
     value = np.asarray(jax.device_get(value))
-    return value[0] if one.per_replica and (value == value[:1]).all() else value
+    return value[0] if injected.per_replica and (value == value[:1]).all() else value
 
 
-def _like(name: str, one: _Injected, value: float | np.ndarray | jax.Array) -> jax.Array | np.ndarray:
-    """Return the value as an array with the shape, dtype and placement of the one it replaces."""
-    who, old = "with_hyperparams", one.value
+def _placed_like(name: str, injected: _Injected, value: float | np.ndarray | jax.Array) -> jax.Array | np.ndarray:
+    """Return the value as an array with the shape, dtype and placement of the old value."""
+    caller, old = "with_hyperparams", injected.value
     numeric = isinstance(value, int | float | np.generic | np.ndarray | jax.Array) and not isinstance(value, bool)
-    given = np.asarray(jax.device_get(value)) if numeric else None
-    if given is None or not jnp.issubdtype(given.dtype, jnp.number):
-        raise TypeError(f"{who}: {name} must be a number, got {value!r} ({type(value).__name__}).")
-    if one.per_replica and given.shape == old.shape[1:]:
-        given = np.broadcast_to(given, old.shape)
-    if given.shape != old.shape:
-        raise ValueError(f"{who}: {name} has shape {old.shape}, got {given.shape}.")
-    if np.isnan(given).any():
-        raise ValueError(f"{who}: {name} must not be NaN.")
+    new_value = np.asarray(jax.device_get(value)) if numeric else None
+    if new_value is None or not jnp.issubdtype(new_value.dtype, jnp.number):
+        raise TypeError(f"{caller}: {name} must be a number, got {value!r} ({type(value).__name__}).")
+    if injected.per_replica and new_value.shape == old.shape[1:]:
+        new_value = np.broadcast_to(new_value, old.shape)
+    if new_value.shape != old.shape:
+        raise ValueError(f"{caller}: {name} has shape {old.shape}, got {new_value.shape}.")
+    if np.isnan(new_value).any():
+        raise ValueError(f"{caller}: {name} must not be NaN.")
     with np.errstate(over="ignore", invalid="ignore"):
-        cast = given.astype(old.dtype)
-    exact = jnp.issubdtype(old.dtype, jnp.integer)
-    if not np.array_equal(cast, given) if exact else not np.array_equal(np.isinf(cast), np.isinf(given)):
-        raise ValueError(f"{who}: {name} has dtype {old.dtype}, which cannot hold {value!r}.")
+        cast = new_value.astype(old.dtype)
+    is_integer = jnp.issubdtype(old.dtype, jnp.integer)
+    if not np.array_equal(cast, new_value) if is_integer else not np.array_equal(np.isinf(cast), np.isinf(new_value)):
+        raise ValueError(f"{caller}: {name} has dtype {old.dtype}, which cannot hold {value!r}.")
     if not isinstance(old, jax.Array):
         return cast
     if jax.process_count() > 1:

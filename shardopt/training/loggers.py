@@ -1,4 +1,4 @@
-"""Where metrics go: to a person, as a bar or as lines; to JSON lines, TensorBoard, or any `(step, metrics) -> None`."""
+"""Loggers of metrics: a progress bar or lines for people, JSON lines, TensorBoard, or any `(step, metrics) -> None`."""
 
 import json
 import math
@@ -24,14 +24,14 @@ ShowBatches = Callable[[int, int | None], None]
 
 
 def jsonl(path: str | os.PathLike[str]) -> Log:
-    r"""Return a logger that appends one JSON object a line: `{"step": 10, "loss": 2.3, ...}`.
+    r"""Return a logger that appends one JSON object per line: `{"step": 10, "loss": 2.3, ...}`.
 
-    The file holds one run. When the first line of a resumed run is written, lines of that step and later ones,
-    which the broken run left behind, are dropped, and so is a line cut short by a kill. Every line is in the file when
-    the call returns, and a file that somebody deleted is made again. JSON has no NaN or infinity: they are written as null.
+    The file holds one run. When a resumed run writes its first line, it deletes the interrupted run's lines of that
+    step and of later steps. It also deletes a line that a kill cut short. Every line is in the file when the call
+    returns. A file that somebody deleted is made again. JSON has no NaN or infinity, so they are written as null.
 
     Args:
-      path: the file; its folder is made when needed.
+      path: the file; its folder is made if needed.
 
     Raises:
       TypeError: if `path` is not a path.
@@ -56,10 +56,10 @@ def jsonl(path: str | os.PathLike[str]) -> Log:
 def tensorboard(directory: str | os.PathLike[str]) -> Log:
     """Return a logger that writes TensorBoard scalars, one for each metric.
 
-    After a resume TensorBoard is told to hide what the broken run wrote at later steps.
+    After a resume, TensorBoard hides the later steps of the interrupted run.
 
     Args:
-      directory: the folder of event files; made when needed.
+      directory: the folder of event files; it is made if needed.
 
     Raises:
       ModuleNotFoundError: if tensorboardX, of the extra "tensorboard", is not installed.
@@ -67,42 +67,45 @@ def tensorboard(directory: str | os.PathLike[str]) -> Log:
       ValueError: if `directory` is a file.
     """
     folder = _path("tensorboard", directory)
-    require("tensorboardX", extra="tensorboard", who="tensorboard")
+    require("tensorboardX", extra="tensorboard", caller="tensorboard")
     if folder.is_file():
         raise ValueError(format_error("tensorboard", f"{str(folder)!r} is a file.", fix="name a folder."))
     return _TensorBoard(folder)
 
 
 def as_loggers(log: Log | Sequence[Log] | None) -> tuple[Log, ...]:
-    """Return `log` as a tuple: it may be None, one logger or a sequence of them."""
+    """Return `log`, which may be None, one logger or a sequence of loggers, as a tuple."""
     if log is None:
         return ()
-    given = log if isinstance(log, list | tuple) and not callable(log) else (log,)
-    if strange := [type(one).__name__ for one in given if not callable(one)]:
-        what = f"log must be callables (step, metrics) -> None, got {', '.join(strange)}."
+    loggers = log if isinstance(log, list | tuple) and not callable(log) else (log,)
+    if not_callable := [type(logger).__name__ for logger in loggers if not callable(logger)]:
+        problem = f"log must be callables (step, metrics) -> None, got {', '.join(not_callable)}."
         fix = "pass so.training.jsonl(path), so.training.tensorboard(directory) or a function of your own."
-        raise TypeError(format_error("fit", what, fix=fix))
-    return tuple(one for one in given if callable(one))
+        raise TypeError(format_error("fit", problem, fix=fix))
+    return tuple(logger for logger in loggers if callable(logger))
 
 
 @contextmanager
 def open_log(log: Log | Sequence[Log] | None) -> Iterator[Log]:
-    """Give one function that writes to every logger, on the first process only; those with a `close` are closed."""
+    """Yield one function that writes to every logger; on other processes than the first it does nothing.
+
+    Loggers with a `close` method are closed at the end.
+    """
     loggers = as_loggers(log) if jax.process_index() == 0 else ()
 
     def write(step: int, metrics: Mapping[str, float]) -> None:
-        for one in loggers:
-            one(step, dict(metrics))
+        for logger in loggers:
+            logger(step, dict(metrics))
 
     with ExitStack() as stack:
-        for one in loggers:
-            if callable(close := getattr(one, "close", None)):
+        for logger in loggers:
+            if callable(close := getattr(logger, "close", None)):
                 stack.callback(close)
         yield write
 
 
 class _JsonLines:
-    """Opened by the first line written, and again by the first one after `close`."""
+    """The logger of `jsonl`. The first line opens the file; after `close`, the next line opens it again."""
 
     def __init__(self, path: Path):
         self._path, self._file = path, None
@@ -111,7 +114,7 @@ class _JsonLines:
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         line = json.dumps({"step": step, **values}, allow_nan=False) + "\n"
         try:
-            if self._file is None or not self._in_place(self._file):
+            if self._file is None or not self._is_same_file(self._file):
                 self.close()
                 self._file = self._open(step)
             _write(self._file, line.encode())
@@ -123,8 +126,8 @@ class _JsonLines:
             self._file.close()
             self._file = None
 
-    def _in_place(self, file: FileIO) -> bool:
-        """Return whether the file is still the one of that name."""
+    def _is_same_file(self, file: FileIO) -> bool:
+        """Return whether the open file is still the file at the path."""
         try:
             return os.path.samestat(os.fstat(file.fileno()), self._path.stat())
         except FileNotFoundError:
@@ -132,19 +135,19 @@ class _JsonLines:
 
     def _open(self, step: int) -> FileIO:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        old = self._path.read_text() if self._path.exists() else ""
-        kept = "".join(line for line in old.splitlines(keepends=True) if _before(line, step))
-        if kept != old:
-            write_atomic(self._path, kept)
-        return self._path.open("ab", buffering=0)  # nothing is left to fail when it is closed
+        old_text = self._path.read_text() if self._path.exists() else ""
+        earlier_lines = "".join(line for line in old_text.splitlines(keepends=True) if _is_before(line, step))
+        if earlier_lines != old_text:
+            write_atomic(self._path, earlier_lines)
+        return self._path.open("ab", buffering=0)  # without a buffer, close cannot fail
 
 
 def _write(file: FileIO, data: bytes) -> None:
-    while data:  # a disk that is about to be full takes a part
+    while data:  # a nearly full disk may write only a part
         data = data[file.write(data) :]
 
 
-def _before(line: str, step: int) -> bool:
+def _is_before(line: str, step: int) -> bool:
     try:
         return line.endswith("\n") and json.loads(line)["step"] < step
     except (ValueError, TypeError, KeyError):
@@ -152,7 +155,7 @@ def _before(line: str, step: int) -> bool:
 
 
 class _TensorBoard:
-    """Opened by the first value written, and again by the first one after `close`."""
+    """The logger of `tensorboard`. The first metric opens the writer; after `close`, the next metric opens it again."""
 
     def __init__(self, directory: Path):
         self._directory, self._writer = directory, None
@@ -172,20 +175,21 @@ class _TensorBoard:
             self._writer = None
 
 
-def _path(who: str, path: str | os.PathLike[str]) -> Path:
+def _path(caller: str, path: str | os.PathLike[str]) -> Path:
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"{who}: the path must be a string or a pathlib.Path, got {type(path).__name__}.")
+        raise TypeError(f"{caller}: the path must be a string or a pathlib.Path, got {type(path).__name__}.")
     return Path(path)
 
 
 class Display(NamedTuple):
-    """Ways to tell a person something.
+    """Functions that show a run to a person.
 
     Attributes:
-      say: `say(text)` prints a message, also where the bar is off.
-      advance: `advance(step)`, at the start and after each step.
-      report: `report(step, metrics)`, where metrics have arrived.
-      evaluate: `evaluate(done, total)`, batches of an evaluation, from 0 on; the total is None while it is not known.
+      say: `say(text)` prints a message, even if the bar is off.
+      advance: `advance(step)`, called at the start and after each step.
+      report: `report(step, metrics)`, called when metrics have arrived.
+      evaluate: `evaluate(done, total)`, called for each batch of an evaluation, from 0 on; the total is None if
+        unknown.
     """
 
     say: Callable[[str], None]
@@ -196,45 +200,45 @@ class Display(NamedTuple):
 
 @contextmanager
 def show_progress(num_steps: int, *, shown: bool, console: "Console | None" = None) -> Iterator[Display]:
-    """Show a run of `num_steps` steps on the first process; messages only where it is not to be `shown`."""
+    """Yield functions that show a run of `num_steps` steps on the first process; only messages if `shown` is False."""
     if jax.process_index() != 0:
-        yield Display(_nothing, _nothing, _nothing, _nothing)
+        yield Display(_do_nothing, _do_nothing, _do_nothing, _do_nothing)
         return
-    out = console
-    if out is None and is_installed("rich"):
+    screen = console
+    if screen is None and is_installed("rich"):
         from rich.console import Console
 
-        out = Console(stderr=True)
+        screen = Console(stderr=True)
 
     def say(text: str) -> None:
-        if out is None:
+        if screen is None:
             print(text, file=sys.stderr, flush=True)
         else:
-            out.print(text, markup=False, highlight=False, soft_wrap=True)
+            screen.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def line(step: int, metrics: Mapping[str, float]) -> None:
+    def report_line(step: int, metrics: Mapping[str, float]) -> None:
         say(f"step {step}/{num_steps}  {metrics_text(metrics)}")
 
     if not shown:
-        yield Display(say, _nothing, _nothing, _nothing)
-    elif out is not None and (out.is_terminal or out.is_jupyter):
-        with _live(num_steps, out) as shows:
-            yield Display(say, *shows)
+        yield Display(say, _do_nothing, _do_nothing, _do_nothing)
+    elif screen is not None and (screen.is_terminal or screen.is_jupyter):
+        with _progress_bar(num_steps, screen) as bar_functions:
+            yield Display(say, *bar_functions)
     else:
-        yield Display(say, _nothing, line, _nothing)
+        yield Display(say, _do_nothing, report_line, _do_nothing)
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:
-    """Return metrics on one line, four significant digits each."""
-    rate = "_per_second"
+    """Return metrics as one line, with four significant digits each."""
+    suffix = "_per_second"
     return "  ".join(
-        f"{value:.4g} {name.removesuffix(rate)}/s" if name.endswith(rate) else f"{name} {value:.4g}"
+        f"{value:.4g} {name.removesuffix(suffix)}/s" if name.endswith(suffix) else f"{name} {value:.4g}"
         for name, value in metrics.items()
     )
 
 
 @contextmanager
-def _live(num_steps: int, console: "Console") -> Iterator[tuple[Callable, Callable, ShowBatches]]:
+def _progress_bar(num_steps: int, console: "Console") -> Iterator[tuple[Callable, Callable, ShowBatches]]:
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -252,27 +256,27 @@ def _live(num_steps: int, console: "Console") -> Iterator[tuple[Callable, Callab
         TimeRemainingColumn(),
         TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
     )
-    shown: dict[str, float] = {}
+    latest_metrics: dict[str, float] = {}
 
-    # Expanded, so that on a narrow terminal the metrics are cut, not the counts before them.
+    # `expand` makes a narrow terminal cut the metrics, not the counts before them.
     with Progress(*columns, console=console, refresh_per_second=4, expand=True) as progress:
-        task = progress.add_task("starting", total=num_steps)
-        evaluation = progress.add_task("evaluation", total=None, visible=False)
+        training_task = progress.add_task("starting", total=num_steps)
+        evaluation_task = progress.add_task("evaluation", total=None, visible=False)
 
         def advance(step: int) -> None:
-            progress.update(task, completed=step)
+            progress.update(training_task, completed=step)
 
         def report(step: int, metrics: Mapping[str, float]) -> None:
-            shown.update(metrics)
-            progress.update(task, description=metrics_text(shown))
+            latest_metrics.update(metrics)
+            progress.update(training_task, description=metrics_text(latest_metrics))
 
         def evaluate(done: int, total: int | None) -> None:
             if done == 0:
-                progress.reset(evaluation, total=total)  # or what the last one came to
-            progress.update(evaluation, completed=done, total=total, visible=done != total)
+                progress.reset(evaluation_task, total=total)  # otherwise the bar shows the last evaluation
+            progress.update(evaluation_task, completed=done, total=total, visible=done != total)
 
         yield advance, report, evaluate
 
 
-def _nothing(*_) -> None:
+def _do_nothing(*_) -> None:
     pass

@@ -1,4 +1,4 @@
-"""Which steps `optax.apply_if_finite` skipped, whose loss may then be NaN or infinite."""
+"""Find the steps that `optax.apply_if_finite` skipped; their loss may be NaN or infinite."""
 
 from collections.abc import Callable
 
@@ -11,29 +11,30 @@ from shardopt.engine.transformation import closed_over, functions_within
 
 
 class Tolerance:
-    """`tolerance(opt_state)`: whether the update before was skipped, and may be, as a boolean on the device.
+    """`tolerance(opt_state)`: whether the last update was skipped and allowed, as a boolean on the device.
 
-    A step is tolerated where the gradient was not finite, and `max_consecutive_errors` were not yet exceeded in a row. Where
-    that was so `apply_if_finite` left parameters and state as they were. Beyond it applies the gradient.
+    A step is tolerated if the gradient was not finite and at most `max_consecutive_errors` such steps came in a row.
+    For such a step `apply_if_finite` leaves parameters and state unchanged. After more such steps it applies the
+    gradient.
 
     Args:
       tx: the optimizer.
-      opt_state: its state, in whatever a strategy keeps it.
+      opt_state: its state, as the strategy holds it.
     """
 
     def __init__(self, tx: optax.GradientTransformation, opt_state: PyTree):
-        limits = [_limit_of(f) for f in functions_within(tx)]
-        known = [limit for limit in limits if limit is not None]
+        limits = [_limit_of(function) for function in functions_within(tx)]
+        known_limits = [limit for limit in limits if limit is not None]
         leaves = jax.tree_util.tree_leaves_with_path(opt_state)
-        at: dict[str, list[int]] = {"notfinite_count": [], "last_finite": []}
-        if known:
-            for i, (path, _) in enumerate(leaves):
+        leaf_indices: dict[str, list[int]] = {"notfinite_count": [], "last_finite": []}
+        if known_limits:
+            for index, (path, _) in enumerate(leaves):
                 name = getattr(path[-1], "name", "")
-                if name in at:
-                    at[name].append(i)
-        # of several the strictest: which limit is whose, the state does not say
-        self._limit = min(known, default=0)
-        self._counts, self._finite = at["notfinite_count"], at["last_finite"]
+                if name in leaf_indices:
+                    leaf_indices[name].append(index)
+        # The strictest of several limits: the state does not say which limit belongs to which transformation.
+        self._limit = min(known_limits, default=0)
+        self._counts, self._finite = leaf_indices["notfinite_count"], leaf_indices["last_finite"]
 
     def __call__(self, opt_state: PyTree) -> jax.Array | None:
         """Return whether the step that made this state is tolerated; None without `apply_if_finite`."""
@@ -45,13 +46,13 @@ class Tolerance:
 
 @jax.jit
 def _is_tolerated(counts: list[jax.Array], finite: list[jax.Array], limit: int) -> jax.Array:
-    skipped = jnp.stack([jnp.any(~one) for one in finite]).any()
+    skipped = jnp.stack([jnp.any(~is_finite) for is_finite in finite]).any()
     return skipped & jnp.stack([jnp.all(count <= limit) for count in counts]).all()
 
 
-def _limit_of(f: Callable[..., object]) -> int | None:
-    """Return `max_consecutive_errors` of the update of `optax.apply_if_finite`; None of another function."""
-    names = f.__code__.co_freevars
-    if not f.__qualname__.startswith("apply_if_finite.") or "max_consecutive_errors" not in names:
+def _limit_of(function: Callable[..., object]) -> int | None:
+    """Return `max_consecutive_errors` if this is the update of `optax.apply_if_finite`, else None."""
+    names = function.__code__.co_freevars
+    if not function.__qualname__.startswith("apply_if_finite.") or "max_consecutive_errors" not in names:
         return None
-    return int(closed_over(f)[names.index("max_consecutive_errors")])
+    return int(closed_over(function)[names.index("max_consecutive_errors")])

@@ -61,17 +61,17 @@ def accumulate(inner: optax.GradientTransformation, every: int) -> optax.Gradien
     **Communication**: the communication of `inner`, once every `every` steps. It is in a branch that other steps do not
     take. Under a `jax.vmap` over the state, both branches are computed.
     """
-    who = "accumulate"
-    tx = check_transformation(who, "inner", inner)
-    check_count(who, "every", every, allow_array=True)
+    caller = "accumulate"
+    tx = check_transformation(caller, "inner", inner)
+    check_count(caller, "every", every, allow_array=True)
 
     def init(params):
-        check_leaves(who, params)
+        check_leaves(caller, params)
         return AccumulateState(jnp.zeros((), jnp.int32), PerDevice(zeros_like(params)), tx.init(params))
 
     def update(updates, state, params=None, **extra_args: PyTree):
-        check_leaves(who, updates)
-        check_alike(who, "the parameters that init saw", updates, state.total.value)
+        check_leaves(caller, updates)
+        check_alike(caller, "the parameters that init saw", updates, state.total.value)
         total = jax.tree.map(lambda old_sum, g: old_sum + g.astype(old_sum.dtype), state.total.value, updates)
 
         def step(total, inner_state):

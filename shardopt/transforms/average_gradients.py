@@ -47,16 +47,16 @@ def average_gradients(axis_name: AxisName, reducer: Reducer | None = None) -> op
 
     **Communication**: the communication of the reducer; by default an all-reduce of the gradients.
     """
-    who = "average_gradients"
-    axis_names(who, axis_name)
+    caller = "average_gradients"
+    axis_names(caller, axis_name)
     gradient_reducer = exact() if reducer is None else reducer
-    check_reducer(who, gradient_reducer)
+    check_reducer(caller, gradient_reducer)
 
     def init(params):
         return AverageGradientsState(gradient_reducer.init(params))
 
     def update(updates, state, params=None, **extra_args: PyTree):
-        axis_size(who, axis_name)
+        axis_size(caller, axis_name)
         mean, reducer_state = gradient_reducer.reduce(updates, state.reducer, axis_name)
         return mean, AverageGradientsState(reducer_state)
 

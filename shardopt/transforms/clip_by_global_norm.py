@@ -14,7 +14,7 @@ from shardopt.core.types import PyTree, leaves_with_paths, wide_dtype
 from shardopt.reducers.axis import AxisName, axis_names, axis_size, is_bound, tracks_varying, varying
 from shardopt.reducers.reducer import check_leaves, real_dtype
 
-WHO = "clip_by_global_norm"
+CALLER = "clip_by_global_norm"
 
 
 def clip_by_global_norm(
@@ -74,8 +74,8 @@ def clip_by_global_norm(
         return optax.EmptyState()
 
     def update(updates, state, params=None, **extra_args: PyTree):
-        check_leaves(WHO, updates)
-        axis_size(WHO, names)
+        check_leaves(CALLER, updates)
+        axis_size(CALLER, names)
         leaves, treedef = jax.tree.flatten(updates)
         if not leaves:
             return updates, state
@@ -122,7 +122,7 @@ def _axes_of_leaves(updates: PyTree, names: tuple[str, ...], split: bool | PyTre
                 "nothing says which leaves are split over the axis and which are whole: types do not tell it here."
             )
             fix = "pass split=True, False, or the PartitionSpecs of the leaves; or use shard_map with check_vma=True."
-            raise ValueError(format_error(WHO, problem, fix=fix))
+            raise ValueError(format_error(CALLER, problem, fix=fix))
         return [tuple(name for name in names if name in varying(leaf)) for _, leaf in leaves]
     leaf_axes = [_axes_of(entry, names) for entry in _split_of_leaves(split, updates)]
     if types_track_axes:
@@ -130,7 +130,7 @@ def _axes_of_leaves(updates: PyTree, names: tuple[str, ...], split: bool | PyTre
         wrong = [f"{path}: split over {axes}" for (path, leaf), axes in pairs if not set(axes) <= varying(leaf)]
         if wrong:
             problem = f"{plural(len(wrong), 'leaf')} said to be split by split= cannot be: its type does not vary."
-            raise ValueError(format_error(WHO, problem, wrong, "say what is whole, or leave split= out."))
+            raise ValueError(format_error(CALLER, problem, wrong, "say what is whole, or leave split= out."))
     return leaf_axes
 
 
@@ -144,7 +144,7 @@ def _split_of_leaves(split: bool | PyTree, updates: PyTree) -> list[PartitionSpe
         )
     except ValueError as error:
         problem = "split is neither like the gradients nor a prefix of their tree."
-        raise ValueError(format_error(WHO, problem, fix="give it the specs that shard_map has for them.")) from error
+        raise ValueError(format_error(CALLER, problem, fix="give it the specs that shard_map has for them.")) from error
     return [entry.value for entry in jax.tree.leaves(entries)]
 
 
@@ -167,20 +167,20 @@ def _axes_of(entry: Any, names: tuple[str, ...]) -> tuple[str, ...]:
     missing = [name for name in spec_names if name not in names and is_bound(name)]
     if missing:
         problem = f"{entry} splits over {missing[0]!r}, which is not among axis_names={names}."
-        raise ValueError(format_error(WHO, problem, fix="name every axis that leaves are split over."))
+        raise ValueError(format_error(CALLER, problem, fix="name every axis that leaves are split over."))
     return tuple(name for name in names if name in spec_names)
 
 
 def _checked_names(names: AxisName) -> tuple[str, ...]:
-    return axis_names(WHO, names)
+    return axis_names(CALLER, names)
 
 
 def _check_max_norm(max_norm: float | jax.Array) -> None:
     if isinstance(max_norm, jax.Array):
         return
-    check_is_number(WHO, "max_norm", max_norm)
+    check_is_number(CALLER, "max_norm", max_norm)
     if not max_norm > 0:
-        raise ValueError(format_error(WHO, f"max_norm must be above 0, got {max_norm}."))
+        raise ValueError(format_error(CALLER, f"max_norm must be above 0, got {max_norm}."))
 
 
 def _check_split(split: bool | PyTree) -> None:
@@ -190,4 +190,4 @@ def _check_split(split: bool | PyTree) -> None:
     wrong = [repr(entry) for entry in entries if not isinstance(entry, bool | PartitionSpec)]
     if wrong:
         problem = "split must be True, False or a tree of PartitionSpecs."
-        raise TypeError(format_error(WHO, problem, wrong))
+        raise TypeError(format_error(CALLER, problem, wrong))

@@ -127,22 +127,24 @@ def delay_gradients(
 
     **Communication**: none, except the communication of `inner`.
     """
-    who = "delay_gradients"
+    caller = "delay_gradients"
     if isinstance(staleness, jax.Array):
         fix = 'under optax.inject_hyperparams, add static_args=("staleness",).'
-        raise TypeError(format_error(who, "staleness must be a Python integer: it shapes the state.", fix=fix))
-    check_count(who, "staleness", staleness, least=0)
+        raise TypeError(format_error(caller, "staleness must be a Python integer: it shapes the state.", fix=fix))
+    check_count(caller, "staleness", staleness, minimum=0)
     if rule is not None and not isinstance(rule, DelayRule):
         fix = "pass so.transforms.staleness_learning_rate(), so.transforms.delay_compensation(), or a DelayRule."
-        raise TypeError(format_error(who, f"rule must be a DelayRule, got {rule!r}.", fix=fix))
+        raise TypeError(format_error(caller, f"rule must be a DelayRule, got {rule!r}.", fix=fix))
     rule = DelayRule() if rule is None else rule
     if rule.scale is not None and inner is None:
         fix = "pass the optimizer as inner, such as delay_gradients(2, rule, inner=optax.adamw(1e-3))."
-        raise ValueError(format_error(who, "the rule scales the updates of an optimizer, and there is none.", fix=fix))
-    tx = None if inner is None else check_transformation(who, "inner", inner)
+        raise ValueError(
+            format_error(caller, "the rule scales the updates of an optimizer, and there is none.", fix=fix)
+        )
+    tx = None if inner is None else check_transformation(caller, "inner", inner)
 
     def init(params):
-        check_leaves(who, params)
+        check_leaves(caller, params)
         slot, inner_state = jnp.zeros((), jnp.int32), () if tx is None else tx.init(params)
         if staleness == 0:
             return DelayGradientsState(slot, PerDevice(()), PerDevice(()), inner_state)
@@ -152,7 +154,7 @@ def delay_gradients(
 
     def update(updates, state, params=None, **extra_args: PyTree):
         if rule.uses_pulled:
-            check_params(who, params)
+            check_params(caller, params)
         if staleness:
             updates, state = delay(updates, state, params)
         if tx is None:
@@ -165,7 +167,7 @@ def delay_gradients(
 
     def delay(updates, state, params):
         shapes = jax.eval_shape(lambda held: jax.tree.map(lambda x: x[0], held), state.held.value)
-        check_alike(who, "the parameters that init saw", updates, shapes)
+        check_alike(caller, "the parameters that init saw", updates, shapes)
         grads, held = _swap(state.held.value, updates, state.slot)
         pulled, old_params = (), None
         if rule.uses_pulled:

@@ -14,7 +14,7 @@ from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree
 from shardopt.transforms.dynamic_map import decode, encode
 
-WHO = "eight_bit"
+CALLER = "eight_bit"
 _MIN_BLOCK_SIZE = 16
 """The smallest number of elements in a block: with fewer elements, the scales would need too much memory."""
 _MAX_MODEL_BLOCKS = 256
@@ -99,14 +99,14 @@ def eight_bit(
     References:
       Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", 2021, section 2.
     """
-    tx = check_transformation(WHO, "inner", inner)
-    check_count(WHO, "block_size", block_size, least=_MIN_BLOCK_SIZE)
-    check_count(WHO, "min_elements", min_elements)
+    tx = check_transformation(CALLER, "inner", inner)
+    check_count(CALLER, "block_size", block_size, minimum=_MIN_BLOCK_SIZE)
+    check_count(CALLER, "min_elements", min_elements)
     if block_size & (block_size - 1):
-        raise ValueError(f"{WHO}: block_size must be a power of two, got {block_size}.")
+        raise ValueError(f"{CALLER}: block_size must be a power of two, got {block_size}.")
     for name, names in (("signed", signed), ("unsigned", unsigned)):
         if isinstance(names, str) or not all(isinstance(entry, str) for entry in names):
-            raise TypeError(f"{WHO}: {name} must be a sequence of names, got {names!r}.")
+            raise TypeError(f"{CALLER}: {name} must be a sequence of names, got {names!r}.")
 
     def is_rounded(leaf: jax.Array) -> bool:
         is_large = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size >= min_elements
@@ -133,7 +133,7 @@ def eight_bit(
             problem = f"nothing in the state of inner= is rounded to 8 bits: no leaf of {min_elements} numbers or more."
             names = ", ".join(map(repr, (*signed, *unsigned)))
             fix = f"lower min_elements, or name what to round in signed= or unsigned= (now {names})."
-            raise ValueError(format_error(WHO, problem, fix=fix))
+            raise ValueError(format_error(CALLER, problem, fix=fix))
         return store(state, signs)
 
     def update(updates, state, params=None, **extra_args: Any):

@@ -67,17 +67,17 @@ def local_updates(
     References:
       Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", 2020, equation 2.
     """
-    who = "local_updates"
-    tx = check_transformation(who, "inner", inner)
-    axis_names(who, axis_name)
-    check_count(who, "sync_every", sync_every, allow_array=True)
+    caller = "local_updates"
+    tx = check_transformation(caller, "inner", inner)
+    axis_names(caller, axis_name)
+    check_count(caller, "sync_every", sync_every, allow_array=True)
 
     def init(params):
         return LocalUpdatesState(jnp.zeros((), jnp.int32), PerDevice(tx.init(params)))
 
     def update(updates, state, params=None, **extra_args: PyTree):
-        axis_size(who, axis_name)
-        old_params = check_params(who, params)
+        axis_size(caller, axis_name)
+        old_params = check_params(caller, params)
         inner_updates, inner_state = tx.update(updates, state.inner.value, params, **extra_args)
         # In a wide dtype, p + (mean - p) equals the mean for half-precision parameters.
         inner_updates = jax.tree.map(lambda u, p: u.astype(wide_dtype(p.dtype)), inner_updates, old_params)

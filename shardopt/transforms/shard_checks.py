@@ -22,7 +22,7 @@ FIX = (
 
 
 def check_elementwise(
-    who: str,
+    caller: str,
     tx: optax.GradientTransformationExtraArgs,
     names: tuple[str, ...],
     whole_trees: tuple[PyTree, PyTree],
@@ -35,7 +35,7 @@ def check_elementwise(
     `update` are traced for whole leaves on one device, and for shards.
 
     Args:
-      who: the caller, for the message.
+      caller: the caller, for the message.
       tx: the transformation.
       names: the axes that leaves are sharded over.
       whole_trees: gradients, and parameters or None.
@@ -46,7 +46,7 @@ def check_elementwise(
       ValueError: if the transformation is not shown to act element by element, or draws random numbers.
     """
     primitives = frozenset[str]().union(
-        *(label.primitives for label in _refused_labels(who, tx, names, whole_trees, shard_trees, extra_args))
+        *(label.primitives for label in _refused_labels(caller, tx, names, whole_trees, shard_trees, extra_args))
     )
     if not primitives:
         return
@@ -61,11 +61,11 @@ def check_elementwise(
         )
     else:
         problem = "inner computes something else for shards: it depends on shapes, or on the number of devices."
-    raise ValueError(format_error(who, problem, fix=fix))
+    raise ValueError(format_error(caller, problem, fix=fix))
 
 
 def _refused_labels(
-    who: str,
+    caller: str,
     tx: optax.GradientTransformationExtraArgs,
     names: tuple[str, ...],
     whole_trees: tuple[PyTree, PyTree],
@@ -91,7 +91,7 @@ def _refused_labels(
             return whole_trace, jax.make_jaxpr(f)(*args[1])
         except TypeError as error:  # raised where `tx` closes over an array with the shape of the whole leaf
             problem = "inner can be traced for leaves, but not for shards of them."
-            raise ValueError(format_error(who, problem, [str(error).split("\n")[0]], FIX)) from error
+            raise ValueError(format_error(caller, problem, [str(error).split("\n")[0]], FIX)) from error
 
     state_labels = compare(
         *trace_both(tx.init, [(tree,) for tree in init_trees]),

@@ -82,12 +82,12 @@ def shard_updates(inner: optax.GradientTransformation, axis_name: AxisName) -> o
     References:
       Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.1.
     """
-    who = "shard_updates"
-    tx = check_transformation(who, "inner", inner)
-    names = axis_names(who, axis_name)
+    caller = "shard_updates"
+    tx = check_transformation(caller, "inner", inner)
+    names = axis_names(caller, axis_name)
 
     def shards_of(tree):
-        num_devices, device_index = axis_size(who, axis_name), jax.lax.axis_index(axis_name)
+        num_devices, device_index = axis_size(caller, axis_name), jax.lax.axis_index(axis_name)
 
         def shard_of(leaf):
             flat_shard = jax.lax.dynamic_index_in_dim(_as_rows(leaf, num_devices), device_index, keepdims=False)
@@ -96,19 +96,19 @@ def shard_updates(inner: optax.GradientTransformation, axis_name: AxisName) -> o
         return jax.tree.map(shard_of, tree)
 
     def init(params):
-        check_leaves(who, params)
+        check_leaves(caller, params)
         return ShardUpdatesState(PerDevice(tx.init(shards_of(params))))
 
     def update(updates, state, params=None, **extra_args: Any):
-        check_leaves(who, updates)
-        num_devices = axis_size(who, axis_name)
+        check_leaves(caller, updates)
+        num_devices = axis_size(caller, axis_name)
         leaves, treedef = jax.tree.flatten(updates)
-        check_not_summed(who, axis_name, [path for path, _ in leaves_with_paths(updates)], leaves)
+        check_not_summed(caller, axis_name, [path for path, _ in leaves_with_paths(updates)], leaves)
         if params is not None:
-            check_alike(who, "the parameters", updates, params)
+            check_alike(caller, "the parameters", updates, params)
         shards = treedef.unflatten(_mean_shards(leaves, num_devices, axis_name))
         param_shards = None if params is None else shards_of(params)
-        check_elementwise(who, tx, names, (updates, params), (shards, param_shards), extra_args)
+        check_elementwise(caller, tx, names, (updates, params), (shards, param_shards), extra_args)
         update_shards, inner_state = tx.update(shards, state.inner.value, param_shards, **extra_args)
         gathered = _gather_leaves(jax.tree.leaves(update_shards), [leaf.shape for leaf in leaves], axis_name)
         return treedef.unflatten(gathered), ShardUpdatesState(PerDevice(inner_state))

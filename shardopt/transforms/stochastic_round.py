@@ -9,7 +9,7 @@ import optax
 from shardopt.core.arguments import check_count, check_params, check_transformation
 from shardopt.core.types import PyTree
 
-WHO = "stochastic_round"
+CALLER = "stochastic_round"
 
 
 class StochasticRoundState(NamedTuple):
@@ -63,15 +63,15 @@ def stochastic_round(inner: optax.GradientTransformation, *, seed: int = 0) -> o
     References:
       Zamirai, Zhang, Aberger and De Sa, "Revisiting BFloat16 Training", 2020, section 4.1.
     """
-    tx = check_transformation(WHO, "inner", inner)
-    check_count(WHO, "seed", seed, least=0)
+    tx = check_transformation(CALLER, "inner", inner)
+    check_count(CALLER, "seed", seed, minimum=0)
 
     def init(params):
         key = jax.random.key_data(jax.random.key(seed))
         return StochasticRoundState(key, jnp.zeros((), jnp.int32), tx.init(_widen(params)))
 
     def update(updates, state, params=None, **extra_args: Any):
-        params = check_params(WHO, params)
+        params = check_params(CALLER, params)
         inner_updates, inner_state = tx.update(_widen(updates), state.inner, _widen(params), **extra_args)
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         leaves, treedef = jax.tree.flatten(inner_updates)

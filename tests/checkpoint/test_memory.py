@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import shardopt as so
-from shardopt.checkpoint.memory import Snapshot, assemble, pack, place_snapshot, unpack, whole_steps
+from shardopt.checkpoint.memory import MemorySnapshot, assemble, complete_steps, pack, place_snapshot, unpack
 from shardopt.runtime import vault
 from shardopt.runtime.messages import connect
 
@@ -66,7 +66,7 @@ def pieces_of(snapshot, count):
         for path, (kind, shards) in snapshot.leaves.items():
             mine = dict(list(shards.items())[rank::count]) if len(shards) >= count else shards
             leaves[path] = (kind, mine)
-        yield Snapshot(snapshot.step, {"rank": rank}, leaves)
+        yield MemorySnapshot(snapshot.step, {"rank": rank}, leaves)
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (4, 3), (4, 1)])
@@ -100,33 +100,33 @@ def test_a_vault_keeps_two_generations_of_what_arrives_whole(vaults):
 
     for step in (5, 10, 15):
         keep(step)
-    assert vault.held(address, token) == [(1, 10, "0/2"), (1, 15, "0/2")]
+    assert vault.list_pieces(address, token) == [(1, 10, "0/2"), (1, 15, "0/2")]
     assert vault.get(address, token, 1, 15, "0/2") == b"numbers"
     assert vault.get(address, token, 1, 15, "1/2") is None
     assert vault.get(address, token, 1, 5, "0/2") is None
     with pytest.raises(OSError, match="it did not arrive whole"):
         vault.put(address, token, 1, 20, "0/2", b"numberz", vault.digest(b"numbers"))
     keep(12)  # wound back: what came after is of another history
-    assert vault.held(address, token) == [(1, 10, "0/2"), (1, 12, "0/2")]
+    assert vault.list_pieces(address, token) == [(1, 10, "0/2"), (1, 12, "0/2")]
     keep(14, rank=0, group="1/1")
-    assert len(vault.held(address, token)) == 3  # another piece of the attempt before may still be needed
+    assert len(vault.list_pieces(address, token)) == 3  # another piece of the attempt before may still be needed
     keep(16, rank=0, group="1/1")
-    assert vault.held(address, token) == [(0, 14, "1/1"), (0, 16, "1/1")]
+    assert vault.list_pieces(address, token) == [(0, 14, "1/1"), (0, 16, "1/1")]
     with pytest.raises(mp.AuthenticationError):
         connect(address, "guessed")
     vaults._all[0].process.kill()
     vaults._all[0].process.wait()
-    assert vault.held(address, token) == []
+    assert vault.list_pieces(address, token) == []
     assert vault.get(address, token, 0, 14, "1/1") is None
     again = vaults.environment()[vault.ADDRESSES].split(",")
-    assert vault.held(again[0], token) == []
+    assert vault.list_pieces(again[0], token) == []
 
 
 def test_only_steps_of_one_attempt_are_put_together():
     held = [("a", 0, 9, "0/2"), ("a", 1, 9, "1/2"), ("b", 0, 8, "0/2"), ("b", 1, 8, "0/2"), ("b", 0, 8, "2/1")]
-    found = whole_steps(held, later_than=7)
+    found = complete_steps(held, later_than=7)
     assert [(one.step, one.group) for one in found] == [(8, "2/1"), (8, "0/2")]
-    assert whole_steps(held, later_than=8) == []
+    assert complete_steps(held, later_than=8) == []
 
 
 def test_snapshots_need_somewhere_to_go(tmp_path, monkeypatch):

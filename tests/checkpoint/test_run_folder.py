@@ -189,7 +189,7 @@ def test_files_that_vanish_before_the_lock_does_are_a_deletion_too(tmp_path, mon
 
 @pytest.mark.parametrize(("kind", "tries"), [(FilesGoneError, 5), (CheckpointError, 1)])
 def test_what_is_being_deleted_is_tried_again_and_other_errors_are_not(kind, tries, tmp_path, monkeypatch):
-    monkeypatch.setattr("shardopt.checkpoint.checkpoints._PAUSE", 0)
+    monkeypatch.setattr("shardopt.checkpoint.checkpoints._RETRY_SECONDS", 0)
     tried = []
 
     def fail(step):

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import shardopt as so
 from shardopt.collectives import SMALL_BUCKET_BYTES, all_gather, all_reduce, per_device, reduce_scatter
 from shardopt.collectives import buckets as together
+from shardopt.collectives.shards import psum_scatter
 
 SHAPES = [((8, 3), 0), ((5, 12), 1), ((4,), 0), ((2, 8, 4), 2), ((3, 5), None), ((16, 2), 0)]
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float32, jnp.float32, jnp.float32, jnp.bfloat16]
@@ -69,6 +70,36 @@ def test_sums_are_those_of_leaves_that_travelled_alone(mesh_of):
     split = per_device(f, mesh_of(data=4), in_specs=(SPECS,), out_specs=SPECS)
     for total, x in zip(jax.jit(so.mesh.on_mesh(mesh_of(data=4), split))(leaves()), leaves(), strict=True):
         np.testing.assert_array_equal(total, 8 * x)
+
+
+def test_a_leaf_alone_in_a_bucket_is_sent_in_its_shape(mesh_of):
+    """The mutation: a bucket of a single leaf is flattened too, which copies the leaf before and after the collective."""
+    sent = []
+
+    def gather(x, axis, dim):
+        sent.append(("gather", x.shape, dim))
+        return jax.lax.all_gather(x, axis, axis=dim, tiled=True)
+
+    def scatter(x, axis, dim):
+        sent.append(("scatter", x.shape, dim))
+        return psum_scatter(x, axis, dim)
+
+    def f(xs):
+        gathered = together.all_gather_buckets(xs, dims, "data", gather, bucket_bytes=128)
+        return together.reduce_scatter_buckets(gathered, dims, "data", scatter, bucket_bytes=128)
+
+    # 96, 480, 32 and 64 bytes: the second leaf is above the limit, and the last two share a bucket
+    leaves, dims = [jnp.ones((8, 3)), jnp.ones((5, 24)), jnp.ones(8), jnp.ones((2, 8))], [0, 1, 0, 1]
+    specs, mesh = [spec(dim) for dim in dims], mesh_of(data=2)
+    jax.eval_shape(so.mesh.on_mesh(mesh, per_device(f, mesh, in_specs=(specs,), out_specs=specs)), leaves)
+    assert sent == [
+        ("gather", (4, 3), 0),
+        ("gather", (5, 12), 1),
+        ("gather", (1, 4 + 8), 0),
+        ("scatter", (8, 3), 0),
+        ("scatter", (5, 24), 1),
+        ("scatter", (2, 4 + 8), 0),
+    ]
 
 
 @pytest.mark.parametrize(

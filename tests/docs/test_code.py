@@ -17,6 +17,7 @@ def blocks(text):
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page.read_text())], ids=lambda page: page.stem)
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
     space = {"__name__": "docs"}
     with jax.numpy_rank_promotion("allow"):  # as users have it
         for block in blocks(page.read_text()):

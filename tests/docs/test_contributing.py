@@ -87,6 +87,14 @@ def test_the_strategy_shards_every_leaf_and_is_fsdp(space, mesh_of):
     assert mine.config.strategy == "shard_all"
 
 
+def test_the_option_it_shows_is_in_three_files_as_shown():
+    blocks = re.findall(r"^   ```py\n   # (\S+)\n(.*?)^   ```", TEXT, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 3
+    for path, shown in blocks:
+        lines = (Path(__file__).parents[2] / path).read_text().splitlines()
+        assert [line for line in shown.splitlines() if line.removeprefix("   ") not in lines] == [], path
+
+
 def test_the_files_it_sends_people_to_are_there():
     root = Path(__file__).parents[2]
     paths = re.findall(r"`((?:shardopt|tests|docs|benchmarks)/[\w./*]*)`", TEXT)

@@ -57,7 +57,7 @@ def test_rules_take_anything(count):
     fitted = []
 
     def prop(given):
-        found, message = outcome(lambda: match_rules(given, LEAVES, who="fsdp"), "fsdp")
+        found, message = outcome(lambda: match_rules(given, LEAVES, caller="fsdp"), "fsdp")
         if message is None:
             fitted.append(found)
             for spec, (_, shape) in zip(found, LEAVES, strict=True):

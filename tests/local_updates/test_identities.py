@@ -37,6 +37,7 @@ def test_a_plain_outer_step_is_local_sgd(strategy_of, new_params, new_batches, s
         np.testing.assert_allclose(found[0][1][name], found[1][1][name], rtol=1e-12)
 
 
+@pytest.mark.fast
 def test_warm_up_is_the_strategy_alone_for_any_optimizer_and_any_weights(
     strategy_of, new_params, new_batches, steps_on, rows_of, apart, x64
 ):

@@ -37,10 +37,10 @@ def one_step_late(patch):
 def forget_what_was_learned(patch):
     make_step = step.make_step
 
-    def make(local, placed, variant):
+    def make(local, placed, variant, donated):
         outer = local.sync.outer
         fresh = local.sync._replace(outer=outer._replace(update=lambda g, s, p: (outer.update(g, s, p)[0], s)))
-        return make_step(local._replace(config=local.config._replace(local_updates=fresh)), placed, variant)
+        return make_step(local._replace(config=local.config._replace(local_updates=fresh)), placed, variant, donated)
 
     patch.setattr(step, "make_step", make)
 

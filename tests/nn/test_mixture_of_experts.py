@@ -58,7 +58,7 @@ def test_ties_and_an_expert_without_tokens(x64):
     [
         ("softmax", {"expert": 2, "data": 2}, True),
         ("sigmoid", {"expert": 4}, True),
-        ("capacity", {"expert": 4}, True),
+        pytest.param("capacity", {"expert": 4}, True, marks=pytest.mark.fast),
         ("chunk", {"expert": 2, "context": 2}, True),
         ("softmax", {"expert": 2, "tensor": 2}, True),
         ("softmax", {"expert": 2, "data": 2}, False),

@@ -75,8 +75,10 @@ def average_in_the_order_of_arrival(patch):
 
 
 def push_what_was_computed_from_newer_parameters(patch):
-    merge = gradients.merge
-    patch.setattr(gradients, "merge", lambda params, part: merge(params, jax.tree.map(lambda w: w * 1.01, part)))
+    merge = gradients.replace_trained
+    patch.setattr(
+        gradients, "replace_trained", lambda params, part: merge(params, jax.tree.map(lambda w: w * 1.01, part))
+    )
 
 
 def difference_from_ddp(odd):

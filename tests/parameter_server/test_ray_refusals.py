@@ -89,19 +89,19 @@ def test_who_hangs(monkeypatch):
         )
     ]
     driver = SimpleNamespace(
-        spec=SimpleNamespace(who="test", hang_timeout=10.0),
+        spec=SimpleNamespace(caller="test", hang_timeout=10.0),
         status=lambda: SimpleNamespace(workers=workers),
         incarnations=dict.fromkeys(range(5), 0),
         alive=dict.fromkeys(range(5)),
-        marks={},
+        last_progress={},
         hung=[],
-        kept_waiting=0.0,
+        callback_seconds=0.0,
     )
 
     def died(worker):
         del driver.alive[worker]
 
-    driver.died = died
+    driver.handle_dead_worker = died
     for moment, waited, progress, hung in [
         (0, 0, None, []),
         (9, 0, None, []),
@@ -111,8 +111,8 @@ def test_who_hangs(monkeypatch):
         (105, 10, None, [0, 1]),
         (111, 10, None, [0, 1, 4]),
     ]:
-        now[0], driver.kept_waiting = float(moment), float(waited)
+        now[0], driver.callback_seconds = float(moment), float(waited)
         if progress is not None:
             workers[progress] = workers[progress]._replace(clock=4)
-        RayDriver.end_those_that_hang(driver)
+        RayDriver.kill_hung_workers(driver)
         assert driver.hung == hung, moment

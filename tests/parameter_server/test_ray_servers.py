@@ -12,7 +12,7 @@ from support.reference import same_bits
 
 import shardopt as so
 from shardopt.parameter_server.ray import ServerProcess, begin_process
-from shardopt.parameter_server.ray_servers import KEEP_EVERY, PartProcess
+from shardopt.parameter_server.ray_servers import SNAPSHOT_EVERY, ShardProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_process_left")]  # Ray, and processes that are killed
 
@@ -26,7 +26,7 @@ def as_if_by_one(log):
 def is_server(pid):
     """Not the coordinator, nor this process."""
     path = Path(f"/proc/{pid}/cmdline")
-    return path.exists() and "PartProcess" in path.read_text()
+    return path.exists() and "ShardProcess" in path.read_text()
 
 
 def spy(folder):
@@ -70,20 +70,20 @@ def test_killed_servers_come_back_with_their_part_and_nothing_is_lost(tx, max_st
     result = opt.run(
         regression.params,
         slow,
-        num_updates=5 * KEEP_EVERY,
+        num_updates=5 * SNAPSHOT_EVERY,
         evaluate=kill_a_server,
-        evaluate_every=2 * KEEP_EVERY - 3,
+        evaluate_every=2 * SNAPSHOT_EVERY - 3,
     )
     metrics = result.metrics
-    assert (metrics["stopped"], metrics["updates"], metrics["lost_updates"]) == ("completed", 5 * KEEP_EVERY, 0)
+    assert (metrics["stopped"], metrics["updates"], metrics["lost_updates"]) == ("completed", 5 * SNAPSHOT_EVERY, 0)
     assert sorted(metrics["killed_servers"]) == [0, 1]
     assert len(killed) == 2
     assert {one.kind for one in result.log} == {"join", "pull", "push"}  # no step was given up
-    assert metrics["history"]["loss"].shape == (5 * KEEP_EVERY,)
+    assert metrics["history"]["loss"].shape == (5 * SNAPSHOT_EVERY,)
     same_bits(opt.replay(result.log, regression.params, batches_of), result.params)
     if max_staleness == 0:
         one = so.async_sgd(tx, regression.loss_fn, **options)
-        same_bits(one.run(regression.params, batches_of, num_updates=5 * KEEP_EVERY).params, result.params)
+        same_bits(one.run(regression.params, batches_of, num_updates=5 * SNAPSHOT_EVERY).params, result.params)
 
 
 def test_compensation_for_delay_and_a_checkpoint(regression, tmp_path):
@@ -107,15 +107,21 @@ def test_compensation_for_delay_and_a_checkpoint(regression, tmp_path):
 
 def test_a_call_without_the_token_is_refused():
     part = (
-        ray.remote(PartProcess)
+        ray.remote(ShardProcess)
         .options(num_cpus=1)
         .remote(begin_process, {}, "secret", ray.cloudpickle.dumps(lambda: None))
     )
     message = "parameter_server: a call without the token of this run was refused."
-    for name, arguments in {"begin": [None], "adopt": [None], "hold": [None], "reached": [], "snapshot": []}.items():
+    for name, arguments in {
+        "begin": [None],
+        "adopt": [None],
+        "hold": [None],
+        "current_version": [],
+        "snapshot": [],
+    }.items():
         with pytest.raises(PermissionError, match=message):
             ray.get(getattr(part, name).remote("guess", *arguments))
-    assert ray.get(part.reached.remote("secret")) == -1
+    assert ray.get(part.current_version.remote("secret")) == -1
     ray.kill(part)
     server = object.__new__(ServerProcess)
     server.token = "secret"

@@ -95,13 +95,8 @@ def test_a_memory_that_is_lost_is_said_and_replayed(waiting_for_joins):
 def test_a_memory_that_outlives_its_worker_would_be_noticed(monkeypatch, waiting_for_joins):
     """The replay above can fail: it begins without memory at each join."""
     data = waiting_for_joins(batches_of, {1: [0, 8]})
-    make = worker_side.make_compressors
-
-    def remembers(code):
-        return make(code)._replace(begin=lambda worker: None)
-
     with monkeypatch.context() as patch:
-        patch.setattr("shardopt.parameter_server.worker.make_compressors", remembers)
+        patch.setattr(worker_side.WorkerCompressors, "begin", lambda self, worker: None)
         _, result = train(INT8, num_updates=26, data=data, availability={1: [(0, 6), (10, 1e9)]})
     opt, _ = train(INT8, num_updates=0)
     with pytest.raises(ValueError, match="the parameters at the end are not those of the run"):

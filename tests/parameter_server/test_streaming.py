@@ -14,11 +14,11 @@ import shardopt as so
 from shardopt.core.types import TrainState
 from shardopt.parameter_server import make_server, make_update, rules
 from shardopt.parameter_server.async_local_sgd import _streaming_compute
-from shardopt.parameter_server.coordinator import Task
-from shardopt.parameter_server.fragments import Fragments, Part
+from shardopt.parameter_server.coordinator import WorkerTask
+from shardopt.parameter_server.fragments import Fragment, FragmentPlan
 from shardopt.parameter_server.run import Compute
 from shardopt.parameter_server.streaming import Island, Streaming
-from shardopt.parameter_server.worker import Streams, make_compressors, run_worker
+from shardopt.parameter_server.worker import Streams, WorkerCompressors, run_worker
 
 P, H = 2, 4
 STREAMING = {"fragments": P, "delay": 1, "mix": 0.25}
@@ -83,7 +83,7 @@ def test_replay_with_deaths_and_late_joiners(options, regression, tmp_path, wait
 
 @pytest.mark.fast
 def test_blocks_and_other_leaves_are_dealt_out_in_turn():
-    fragments = Fragments(2, stacked=True, frozen=("ice",))
+    fragments = FragmentPlan(2, stacked=True, frozen=("ice",))
     params = {"blocks": {"w": np.arange(5.0)}, "ice": np.ones(2), "head": np.ones(1), "n": 3, "tail": np.zeros(1)}
     params = jax.tree.map(jnp.asarray, params)
     parts = [fragments.take(params, number) for number in range(2)]
@@ -114,7 +114,7 @@ def test_steps_are_taken_while_a_push_and_its_answer_travel():
         def pull(self, worker, incarnation, ready):
             said.append("pull")
             clock = next(self.rounds, None)
-            return None if clock is None else Task(clock, clock, clock)
+            return None if clock is None else WorkerTask(clock, clock, clock)
 
         def push(self, worker, incarnation, update, version):
             assert went_on.wait(60)
@@ -146,11 +146,11 @@ def alone(delay, mix, codec=None):
     def first_state(worker, params, clock):
         return TrainState(0, jax.device_put(params, everywhere), (), None)
 
-    streaming = Streaming(Fragments(P, stacked=False, frozen=("ice",)), delay, mix)
+    streaming = Streaming(FragmentPlan(P, stacked=False, frozen=("ice",)), delay, mix)
     opt = SimpleNamespace(mesh=mesh, step=SimpleNamespace(with_kinds=step))
     island = Island(opt, streaming, jax.devices()[0])
     streams = Streams("test", lambda worker: [], [H // P])
-    compressors = make_compressors(codec)
+    compressors = WorkerCompressors(codec)
     return _streaming_compute(streaming, {0: island}, first_state, streams, compressors, jax.devices()[0]), island
 
 
@@ -177,7 +177,7 @@ def test_the_rounds_of_an_island(ahead, message_of):
     assert pushed(floats(a=0, b=0, ice=8), 0) == (None, 0, floats(a=2, b=None, ice=None))
     assert pushed(floats(a=5, b=50, ice=8), 1) == (-2 - ahead, 1, floats(a=None, b=40, ice=None))
     assert island.state.params == floats(a=(0.75 * 5 + 0.25 * -3) - 1, b=-40, ice=8)
-    fragment = Part(floats(a=None, b=200, ice=None), 1)  # on Ray nothing else is pulled
+    fragment = Fragment(floats(a=None, b=200, ice=None), 1)  # on Ray nothing else is pulled
     assert pushed(fragment, 2) == (2 - ahead, 0, floats(a=5, b=None, ice=None))
     assert island.state.params == floats(a=0, b=(0.75 * 200 + 0.25 * -50) - 10, ice=8)
     compute.ahead(0, batches)
@@ -217,7 +217,7 @@ def test_each_fragment_has_states_of_its_own_and_the_dead_do_not_count():
         return jax.tree.map(lambda one: one * count, grads), count + 1
 
     rule = rules.Rule("multiply", {}, init=lambda params: jnp.ones(()), gradient=multiply)
-    fragments = Fragments(P, stacked=False, frozen=())
+    fragments = FragmentPlan(P, stacked=False, frozen=())
     server = make_server(optax.sgd(1.0), max_staleness=0, rule=rule, fragments=fragments)
     state = server.init(floats(a=0, b=0))
     for worker in range(3):
@@ -227,7 +227,7 @@ def test_each_fragment_has_states_of_its_own_and_the_dead_do_not_count():
         for worker, change in enumerate(changes):
             state, pulled = server.pull(state, worker)
             tree = floats(a=None, b=None) | floats(**{"ab"[number]: change})
-            state, _ = server.push(state, worker, make_update(Part(tree, number)), pulled.version)
+            state, _ = server.push(state, worker, make_update(Fragment(tree, number)), pulled.version)
         return state
 
     state = push(state, 0, [1, 3, 2])
@@ -242,12 +242,15 @@ def test_a_rule_compares_a_fragment_with_what_was_pulled_of_it():
     def drift(grads, state, *, params, pulled, **_):
         return jax.tree.map(lambda new, old: 10 * (new - old), params, pulled), state
 
-    rule, fragments = rules.Rule("drift", {}, gradient=drift, uses_pulled=True), Fragments(P, stacked=False, frozen=())
+    rule, fragments = (
+        rules.Rule("drift", {}, gradient=drift, uses_pulled=True),
+        FragmentPlan(P, stacked=False, frozen=()),
+    )
     server = make_server(optax.sgd(1.0), max_staleness=1, rule=rule, fragments=fragments)
     state, _ = server.join(server.init(floats(a=0, b=0)), 0)
     state, pulled = server.pull(state, 0)
     state = state._replace(params=floats(a=5, b=7))
-    state, _ = server.push(state, 0, make_update(Part(floats(a=None, b=0), 1)), pulled.version)
+    state, _ = server.push(state, 0, make_update(Fragment(floats(a=None, b=0), 1)), pulled.version)
     assert state.params == floats(a=5, b=7 - 10 * 7)
 
 

@@ -17,7 +17,7 @@ from shardopt.parameter_server import Log, NonFiniteUpdateError, make_server, ru
 from shardopt.parameter_server import worker as compute
 from shardopt.parameter_server.coordinator import Coordinator, SavePolicy
 from shardopt.parameter_server.run import Run
-from shardopt.parameter_server.settings import settings_here
+from shardopt.parameter_server.settings import capture_settings
 from shardopt.parameter_server.threads import run_threads
 from shardopt.parameter_server.worker import no_compute
 
@@ -83,7 +83,7 @@ def test_10_000_pushes_of_workers_that_only_stall(max_staleness):
     updates = 10_000 if max_staleness else 10_000 // 4
     coordinator = Coordinator(running, updates, {worker: [(0, math.inf)] for worker in range(4)}, SavePolicy())
     run_threads("test", coordinator, no_compute()._replace(update=update), lambda coordinator: None)
-    metrics = running.finish(coordinator.why()).metrics
+    metrics = running.finish(coordinator.end_reason()).metrics
     assert (metrics["stopped"], metrics["pushes"]) == ("completed", 10_000)
     assert max(metrics["staleness"]) == max_staleness
     assert max(metrics["delay"]) <= 3 * (2 * max_staleness + 1) * (max_staleness > 0)
@@ -263,9 +263,9 @@ def test_settings_of_a_thread_are_carried_into_another():
         return found[0]
 
     with jax.enable_x64(True), jax.numpy_rank_promotion("warn"):
-        settings = settings_here()
+        settings = capture_settings()
     assert in_thread(settings) == (np.dtype(np.float64), "warn")
-    assert in_thread(settings_here()) == (np.dtype(np.float32), jax.config.jax_numpy_rank_promotion)
+    assert in_thread(capture_settings()) == (np.dtype(np.float32), jax.config.jax_numpy_rank_promotion)
 
 
 def test_more_workers_than_devices_share_them():

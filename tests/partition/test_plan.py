@@ -18,7 +18,7 @@ def plan(shapes, mesh, rules=(), *, stacked=False, least=1):
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)
     )
     return plan_leaves(
-        params, who="zero", mesh=mesh, rules=rules, stacked=stacked, min_shard_elements=least, is_trainable=bool
+        params, caller="zero", mesh=mesh, rules=rules, stacked=stacked, min_shard_elements=least, is_trainable=bool
     )
 
 

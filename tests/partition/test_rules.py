@@ -9,7 +9,7 @@ LEAVES = [("blocks/attention/qkv", (8, 4)), ("blocks/mlp/up", (8, 16)), ("norm",
 
 
 def match(rules):
-    return match_rules(rules, LEAVES, who="fsdp")
+    return match_rules(rules, LEAVES, caller="fsdp")
 
 
 def test_the_first_rule_that_matches_wins():

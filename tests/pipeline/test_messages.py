@@ -121,6 +121,14 @@ def test_what_fills_the_tiles_of_a_tpu_lies_in_them(shape, order):
     assert "LayoutConstraint" not in on["cpu"]
 
 
+@pytest.mark.fast
+def test_leaves_that_fill_no_tiles_leave_the_layouts_of_others():
+    """The mutation: no leaf is constrained unless all leaves fill tiles."""
+    leaves = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(16, 64), (256, 4, 128), (7,), (128, 128)]]
+    lowered = jax.jit(messages.in_tiles).trace(leaves).lower(lowering_platforms=("tpu",)).as_text()
+    assert re.findall(r"result_layouts = \[dense<\[(.*?)\]>", lowered) == ["2, 0, 1", "1, 0"]
+
+
 def test_a_slot_is_added_to_where_it_lies():
     """Else every weight gradient would be copied once more; beside the product nothing takes memory."""
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(3, 16, 32), (16, 8), (8, 32)]]

@@ -127,6 +127,30 @@ def test_sign_sends_mean_magnitudes_by_block(on_devices):
     np.testing.assert_allclose(mean[0], expected, rtol=1e-6)
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "reducer", [R.exact(), R.exact(jnp.bfloat16), R.int8(16), R.sign(16)], ids=lambda reducer: reducer.name
+)
+def test_padding_changes_no_mean(reducer, on_devices):
+    """Numbers of one magnitude, equal on all devices, have an exact mean whatever their count.
+
+    The mutations: padding counts in the scale of `sign`, so 5.0 arrives as 0.625; decoded padding counts in the mean.
+    """
+    signs = np.random.default_rng(0).choice([-1, 1], size=95)
+    grads = [jnp.asarray([5.0 * signs[:length]] * 3, jnp.float32) for length in (1, 7, 16, 33, 50, 95)]
+    compressor = R.compressor(reducer)
+
+    def run(grads):
+        means = [reducer.reduce(g, reducer.init(g), "data")[0] for g in grads]
+        messages = [compressor.encode(g, compressor.init(g))[0] for g in grads]
+        return means, [compressor.decode(message, g) for message, g in zip(messages, grads, strict=True)]
+
+    means, decoded = on_devices(run, 3, grads)
+    for mean, message, g in zip(means, decoded, grads, strict=True):
+        np.testing.assert_allclose(mean, g, rtol=1e-6)
+        np.testing.assert_allclose(message, g, rtol=1e-6)
+
+
 def test_top_k_keeps_the_largest_of_each_leaf(on_devices):
     grads = {"a": jnp.array([[1.0, -5, 2, 0]]), "b": jnp.array([[0.1, 0.2]]), "s": jnp.array([7.0])}
     (mean,), _ = on_devices(calls(R.top_k(0.5), 1), 1, grads)

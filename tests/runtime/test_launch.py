@@ -219,7 +219,7 @@ def test_those_that_were_killed_are_left_out_where_fewer_will_do(job, monkeypatc
 
 def test_where_more_can_run_it_is_ended_and_started_again_with_more(job, monkeypatch):
     """Who comes and goes does not count; more than there were at first are never started."""
-    monkeypatch.setattr(discovery, "_EVERY", 0.1)
+    monkeypatch.setattr(discovery, "_ASK_SECONDS", 0.1)
     (job.folder / "places").write_text("2")
     script = (
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"

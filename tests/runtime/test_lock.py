@@ -96,7 +96,7 @@ def test_who_is_handed_the_descriptor_keeps_the_lock_until_it_is_let_go_of(tmp_p
         try:
             os.close(mine.descriptor)  # as if this process had died
             mine.descriptor = None
-            lock._held.discard(mine)
+            lock._held_locks.discard(mine)
             assert refusal_of(tmp_path).endswith(
                 "It cannot be seen from here: it runs in another container, or it has ended and what it started still "
                 f"runs.\nFix: stop what has {tmp_path}/.lock open (fuser names it), or use another directory."

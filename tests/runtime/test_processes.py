@@ -28,7 +28,7 @@ def test_initialize_does_nothing_outside_a_launcher(monkeypatch):
 def test_initialize_reads_the_place_of_the_process_where_all_of_it_is_said(monkeypatch):
     asked = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *place: asked.append(place))
-    monkeypatch.setattr(processes, "_wait_until_heard", lambda address: asked.append(address))
+    monkeypatch.setattr(processes, "_wait_for_address", lambda address: asked.append(address))
     monkeypatch.setattr(jax.config, "update", lambda name, value: asked.append((name, value)))
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "10.0.0.1:1234")
     monkeypatch.setenv("JAX_NUM_PROCESSES", "4")
@@ -55,7 +55,7 @@ def test_a_process_asks_the_first_one_once_it_listens(monkeypatch):
         first.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{first.getsockname()[1]}"
         monkeypatch.setattr(processes.time, "sleep", lambda _: (seen.append("tried"), first.listen()))
-        processes._wait_until_heard(address)
+        processes._wait_for_address(address)
     assert seen == ["tried"]
 
 

@@ -18,7 +18,7 @@ import shardopt.runtime.watch as watch_module
 from shardopt.runtime import probe, progress
 from shardopt.runtime.launch import launch
 from shardopt.runtime.progress import MAIN, SAVING, START, Mark
-from shardopt.runtime.watch import Hang, Heard, Watch, describe, find_hang, find_slow, main_frames
+from shardopt.runtime.watch import Hang, RankReport, Watch, describe, find_hang, find_slow, main_frames
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 def heard(step, nth, phase, at, *, ago=0.0, new=False, usual=0.0, **lanes):
     marks = {MAIN: Mark(step, nth, phase, at, -1.0 if new else usual, 7)}
     marks |= {name: Mark(*one, 0.0, 8) for name, one in lanes.items()}
-    return Heard(ago, marks, 0.0, step, 100, "here")
+    return RankReport(ago, marks, 0.0, step, 100, "here")
 
 
 @pytest.mark.fast
@@ -85,13 +85,13 @@ def test_a_slow_process_is_named_from_what_all_report_and_again_when_it_is_not(m
     now, said = [0.0], []
     watch = Watch(3, 60, say=said.append)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    watch._window_began = 0.0
+    watch._window_start = 0.0
 
     def report(steps, own):
         now[0] = float(steps)
         for rank, seconds in enumerate(own):
             marks = {MAIN: Mark(steps, 0, "data", 0.0, 0.0, 7)}
-            watch._heard[rank] = now[0], Heard(0.0, marks, seconds, steps, 100, "here")
+            watch._last_reports[rank] = now[0], RankReport(0.0, marks, seconds, steps, 100, "here")
         watch.check()
 
     try:
@@ -116,7 +116,7 @@ def test_a_process_whose_device_is_slow_in_two_probes_is_named():
         count[0] += 1
         for rank, slowest in enumerate(seconds):
             message = {"rank": rank, **progress.current(), "devices": (count[0], [0.01, slowest])}
-            watch._heard[rank] = time.monotonic(), watch_module._read(json.loads(json.dumps(message)))
+            watch._last_reports[rank] = time.monotonic(), watch_module._read(json.loads(json.dumps(message)))
         watch.check()
         watch.check()  # of the same probe: says nothing new
 
@@ -214,13 +214,13 @@ def test_who_does_not_know_the_token_is_not_heard():
         report = json.dumps({"rank": 1, **progress.current()}).encode()
         with Client(where, authkey=watch.environment[progress.TOKEN].encode()) as good:
             good.send_bytes(report)
-            while watch.heard()[1] is None:
+            while watch.reports()[1] is None:
                 time.sleep(0.01)
             with Client(where, authkey=watch.environment[progress.TOKEN].encode()) as odd:
                 odd.send_bytes(b'{"rank": 0, "lanes": 3}')
                 with pytest.raises(EOFError):  # it is put off
                     odd.recv_bytes()
-        heard = watch.heard()
+        heard = watch.reports()
         assert heard[0] is None
         assert heard[1] is not None
         assert heard[1].pid == os.getpid()
@@ -239,11 +239,11 @@ def test_marks_of_waiting_end_where_they_began(monkeypatch):
     assert progress._lanes[MAIN][:3] == (3, 2, "data")
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(progress, "_usual", {})
+    monkeypatch.setattr(progress, "_durations", {})
     usual = []
     for step, seconds in enumerate((300.0, 5.0, 7.0, 2.0)):
         progress.mark("evaluate", step)
-        usual.append(progress._lanes[MAIN].usual)
+        usual.append(progress._lanes[MAIN].expected_seconds)
         now[0] += seconds
         progress.mark("log")
     assert usual == [-1.0, 600.0, 15.0, 21.0]

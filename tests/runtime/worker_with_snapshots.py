@@ -15,7 +15,7 @@ import shardopt as so
 folder, steps, memory_every, every = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 small_job.begin()
 opt, params = small_job.strategy_and_params()
-state = so.FirstState(params) if memory_every else opt.init(params)
+state = so.DeferredInit(params) if memory_every else opt.init(params)
 
 
 def note(step, metrics):

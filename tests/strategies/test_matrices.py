@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.problems import BATCH
 from support.reference import OPTIMIZERS, relative_difference, same_bits, train
@@ -109,7 +110,11 @@ TABLE += [("hybrid", one, PIPELINE) for one in OWNED]
 QUICK = [("zero2", "muon", {"data": 8}), ("fsdp", "muon", {"data": 4, "tensor": 2}), ("hybrid", "lamb", PIPELINE)]
 
 
-@pytest.mark.parametrize(("name", "one", "sizes"), tiered(TABLE, quick=lambda row: row in QUICK), ids=str)
+@pytest.mark.parametrize(
+    ("name", "one", "sizes"),
+    tiered(TABLE, quick=lambda row: row in QUICK, fast=lambda row: row == QUICK[1]),
+    ids=str,
+)
 def test_equals_one_device(name, one, sizes, mesh_of, x64):
     params = model_params()
     opt = strategy(name, OWNED[one](), mesh_of(**sizes), opt_state_layout="matrices")
@@ -129,7 +134,9 @@ QUICK_UNEVEN = [
 
 
 @pytest.mark.parametrize(
-    ("layers", "name", "one", "sizes"), tiered(UNEVEN, quick=lambda row: row in QUICK_UNEVEN), ids=str
+    ("layers", "name", "one", "sizes"),
+    tiered(UNEVEN, quick=lambda row: row in QUICK_UNEVEN, fast=lambda row: row == QUICK_UNEVEN[0]),
+    ids=str,
 )
 def test_equals_one_device_where_matrices_do_not_divide(layers, name, one, sizes, mesh_of, x64):
     params, model = (flat_params(), flat_loss) if layers is None else (model_params(layers), MODEL)
@@ -213,6 +220,30 @@ def test_the_report_says_who_owns_what_and_what_it_costs(mesh_of):
     assert "matrices of blocks/up are at owners 0-7, with their optimizer state\n" in str(report)
     # gradient there, update back: 7/8 of a shard of an eighth, of both leaves
     assert report.owners.bytes_sent == 2 * 2 * (8 * 16 * 32 * 4) * 7 // 64
+
+
+@pytest.mark.fast
+def test_the_report_names_the_owners_of_a_pipeline(mesh_of):
+    """The owner of a block is the first device of its stage that holds the block's state.
+
+    The mutations: the report counts stages as owners, or divides the blocks of all stages between the owners of one.
+    """
+    mesh, params = mesh_of(**PIPELINE), model_params(dtype=jnp.float32)
+    opt = so.hybrid(
+        muon(), mesh, MODEL, micro_batches=2, min_shard_elements=8, rules=RULES[:1], opt_state_layout="matrices"
+    )
+    report = opt.config.report(params)
+    assert {row.paths: (row.owners, row.state) for row in report.owners.rows} == {
+        ("blocks/up",): ((0, 1, 2, 3), True),
+        ("blocks/down",): ((0, 0, 2, 2), True),  # no rule splits it, so two devices along tensor repeat the work
+    }
+    stage = mesh.devices.take(0, mesh.axis_names.index("pipeline")).ravel()
+    leaves = {(leaf.path,): leaf for leaf in report.rows}
+    for row in report.owners.rows:
+        leaf = leaves[row.paths]
+        slices = NamedSharding(mesh, leaf.opt_state).devices_indices_map(leaf.shape)
+        blocks = [range(LAYERS)[slices[device][0]] for device in stage]
+        assert row.owners == tuple(min(i for i in range(4) if block in blocks[i]) for block in range(LAYERS // 2))
 
 
 @pytest.mark.parametrize(

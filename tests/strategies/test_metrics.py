@@ -59,7 +59,9 @@ def check(metrics):
     assert metrics["tokens"].dtype.kind == metrics["longest"].dtype.kind == "i"
 
 
-@pytest.mark.parametrize("options", [{"micro_batches": 2}, {"view": "global"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [pytest.param({"micro_batches": 2}, marks=pytest.mark.fast), {"view": "global"}], ids=str
+)
 def test_of_each_kind(options, mesh_of, x64):
     opt = so.fsdp(optax.sgd(0.1), mesh_of(replica=2, data=2), loss_fn, **options)
     state = opt.init(np.ones(()))

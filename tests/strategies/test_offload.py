@@ -20,7 +20,7 @@ def kinds(tree):
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.ndim}
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+@pytest.mark.parametrize("strategy", ["zero1", pytest.param("fsdp", marks=pytest.mark.fast)])
 def test_state_waits_on_the_host_and_values_are_the_same(strategy, mesh_of, tmp_path):
     tx, mesh = optax.adamw(1e-2), mesh_of(data=8)
     plain, offloaded = (

@@ -40,11 +40,17 @@ FILES = {
 }
 PATHS = [TESTS / room for room in ROOMS]
 PATHS += [TESTS / room / f"test_{name}.py" for room, names in FILES.items() for name in names]
+LONG = {
+    TESTS / "data" / "test_packing.py": ["test_an_iterator_goes_on_from_any_state_and_packing_twice_is_the_same"],
+    TESTS / "pipeline" / "test_papers.py": ["test_searched_schedules_have_the_bubbles_of_table_5[16-128-11.325]"],
+    TESTS / "planning" / "test_search.py": ["test_the_fastest_recomputes_least_of_what_fits"],
+}
+"""Tests of fast files that take over three seconds; fast tests reach the same code."""
 
 
-def is_fast(path: Path) -> bool:
-    """Whether a whole file is of the fast tier."""
-    return any(path == one or one in path.parents for one in PATHS)
+def is_fast(path: Path, name: str = "") -> bool:
+    """Whether a whole file is of the fast tier, and the test of that name as part of it."""
+    return name not in LONG.get(path, []) and any(path == one or one in path.parents for one in PATHS)
 
 
 def has_fast(path: Path) -> bool:

@@ -22,7 +22,7 @@ def clock(monkeypatch):
     clock = Clock()
     for name in ("time", "monotonic"):
         monkeypatch.setattr(goodput.time, name, lambda: clock.now)
-    monkeypatch.setattr(goodput, "_EVERY", 0.0)
+    monkeypatch.setattr(goodput, "_WRITE_SECONDS", 0.0)
     monkeypatch.delenv("SHARDOPT_BEGAN", raising=False)
     monkeypatch.setattr(progress, "_lanes", {})
     return clock

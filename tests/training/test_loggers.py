@@ -165,7 +165,7 @@ def test_a_full_disk_is_said_with_the_name_of_the_file(tmp_path):
     log(1, {"loss": 1.0})
     with log._file, Path("/dev/full").open("wb", buffering=0) as full:
         os.dup2(full.fileno(), log._file.fileno())
-        log._in_place = lambda file: True
+        log._is_same_file = lambda file: True
         with pytest.raises(OSError, match="No space left") as caught:
             log(2, {"loss": 0.5})
     assert str(caught.value) == f"[Errno 28] No space left on device: '{path}'"

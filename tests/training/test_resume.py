@@ -100,7 +100,7 @@ def test_the_state_of_another_number_of_processes_is_not_taken_but_its_last_batc
     stream = Stream(OfProcess(lambda rows: rows))
     draw(stream, 3)
     assert stream.position() == {"drawn": 3, "state": {"json": 3}}  # all on this process
-    monkeypatch.setattr(resume, "_is_shared_out", lambda batch: True)
+    monkeypatch.setattr(resume, "_is_split_over_processes", lambda batch: True)
     position = stream.position() | {"processes": 4}
     restored, how = put_back(OfProcess(lambda rows: rows[::-1].reshape(3, 4)), position)  # in another order
     assert (restored.drawn, how) == (3, "the data by drawing 3 batches")

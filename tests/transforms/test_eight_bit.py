@@ -64,6 +64,7 @@ def test_blocks_avoid_the_dims_that_are_sharded(shape, tile):
     assert tile_of(shape, 64) == tile
 
 
+@pytest.mark.fast
 def test_a_moment_is_within_half_a_cell_of_what_it_was(x64):
     draw = np.random.default_rng(1)
     grads = {"w": jnp.asarray(draw.normal(size=(64, 96)) * 10 ** draw.uniform(-4, 4, (64, 1)))}
