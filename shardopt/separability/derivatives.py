@@ -166,9 +166,7 @@ def _follow_rule(
     if key not in proof.rule_traces:
         try:
             proof.rule_traces[key] = trace(site.whole_eqn), trace(site.piece_eqn)
-        except (
-            Exception
-        ):  # a rule that works only inside the loss: it closes over tracers of the loss, or names mesh axes
+        except Exception:  # the rule works only inside the loss: it closes over its tracers, or names mesh axes
             proof.rule_traces[key] = None
     if proof.rule_traces[key] is None:
         return None
