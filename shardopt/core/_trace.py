@@ -1,7 +1,7 @@
 """Cut a trace into parts: find the equations that compute given values, and turn them into functions."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, KeysView, Sequence
 from typing import NamedTuple
 
 import jax
@@ -56,9 +56,9 @@ def inlined(
     return [read(var) for var in jaxpr.outvars]
 
 
-def inputs_of(eqn: jex.JaxprEqn) -> set[jex.Var]:
-    """Return the variables that an equation reads."""
-    return {var for var in eqn.invars if not isinstance(var, jex.Literal)}
+def inputs_of(eqn: jex.JaxprEqn) -> KeysView[jex.Var]:
+    """Return the variables that an equation reads, in its order. The hashes of variables differ between processes."""
+    return dict.fromkeys(var for var in eqn.invars if not isinstance(var, jex.Literal)).keys()
 
 
 def slice_of(

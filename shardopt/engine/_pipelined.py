@@ -1,11 +1,16 @@
 """Gradients of micro-batches that go through a pipeline; each device runs the blocks of its stage."""
 
+import dataclasses
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
-from shardopt.core._block_model import BLOCKS, as_block_model, call
+from shardopt.core._block_model import BLOCKS, BlockModel, as_block_model, call
 from shardopt.core._block_remat import checkpointed
 from shardopt.core._errors import format_error
+from shardopt.core._trace import Arrays
 from shardopt.core._types import PyTree
 from shardopt.engine._batch_dims import num_rows
 from shardopt.engine._config import StrategyConfig
@@ -14,14 +19,15 @@ from shardopt.engine._loss import LossParts, all_gather_leaves, loss_parts, step
 from shardopt.engine._micro_batches import cut
 from shardopt.engine._reductions import reduce_scatter_grads
 from shardopt.engine._rows import row_context, with_rows
+from shardopt.partition import LeafPlan
 from shardopt.pipeline import Schedule
 from shardopt.pipeline import _messages as messages
 from shardopt.pipeline import _uneven as uneven
 from shardopt.pipeline._cut import is_even
 from shardopt.pipeline._executor import execute, forward_only
-from shardopt.pipeline._stage import StageFns
+from shardopt.pipeline._messages import Index
 from shardopt.remat._gathered_block import leaves_like
-from shardopt.remat._split_backward import floating
+from shardopt.remat._split_backward import floating, replaced
 
 
 def pipelined_gradients(
@@ -42,10 +48,10 @@ def pipelined_gradients(
     blocks, outer = _block_and_outer(layout)
     trained_blocks = [i for i in blocks if layout.plans[i].trainable]
     trained_outer = [i for i in outer if layout.plans[i].trainable]
-    fns = _stage_fns(config, layout, params, batch, step, rng)
+    model = _pipelined_model(config, layout, params, batch, step, rng)
     sums = execute(
         schedule,
-        fns,
+        model,
         _stage_weights(config, layout, schedule, params),
         layout.counts,
         remat=config.remat,
@@ -91,8 +97,8 @@ def pipelined_losses(
     """Return what `micro_batch_losses` returns; the parts are zeros on all stages but the last block's."""
     schedule = config.schedule
     assert schedule is not None
-    fns = _stage_fns(config, layout, params, batch, step, rng)
-    return forward_only(schedule, fns, _stage_weights(config, layout, schedule, params), layout.counts)
+    model = _pipelined_model(config, layout, params, batch, step, rng)
+    return forward_only(schedule, model, _stage_weights(config, layout, schedule, params), layout.counts)
 
 
 def _stage_weights(
@@ -114,109 +120,141 @@ def _block_and_outer(layout: Layout) -> tuple[list[int], list[int]]:
     return blocks, [i for i, plan in enumerate(layout.plans) if not plan.stacked]
 
 
-def _stage_fns(
+@dataclasses.dataclass(frozen=True, eq=False)
+class _PipelinedModel:
+    """The model in one step: `StageFns` of lists of leaves and micro-batch numbers.
+
+    Attributes:
+      params: the leaves; outer ones are gathered, once for all micro-batches. Gradients are with respect to these.
+      micro_batches: the leaves of the batch that have rows, each cut into micro-batches.
+      assemble: makes a batch from one micro-batch of each leaf.
+      rows: the number of rows of a micro-batch.
+    """
+
+    config: StrategyConfig
+    layout: Layout
+    model: BlockModel
+    params: Arrays
+    micro_batches: Arrays
+    assemble: Callable[..., PyTree]
+    rows: int
+    step: jax.Array
+    rng: jax.Array | None
+
+    @property
+    def trained(self) -> list[int]:
+        return [position for position, plan in enumerate(self._block_plans) if plan.trainable]
+
+    @property
+    def remat_blocks(self) -> bool:
+        return self.model.remat == "full"
+
+    def embed(self, m: Index) -> Arrays:
+        return jax.tree.leaves(self._embed(self._trained_outer, m))
+
+    def embed_grads(self, m: Index, dx: Arrays) -> Arrays:
+        def inexact_leaves(outer):
+            x = jax.tree.leaves(self._embed(outer, m))
+            return [x[i] for i in floating(self._x[0])]
+
+        return jax.vjp(inexact_leaves, self._trained_outer)[1](dx)[0]
+
+    def loss(self, m: Index, x: Arrays) -> LossParts:
+        return self._loss(self._trained_outer, m, x)
+
+    def loss_grads(self, m: Index, x: Arrays) -> tuple[Arrays, Arrays, LossParts]:
+        inexact = floating(self._x[0])
+
+        def loss_total(outer, inexact_leaves):
+            parts = self._loss(outer, m, replaced(x, inexact, inexact_leaves))
+            return parts.loss.total / self.config.num_pieces, parts
+
+        differentiate = jax.grad(loss_total, argnums=(0, 1), has_aux=True)
+        (grads, dx), parts = differentiate(self._trained_outer, [x[i] for i in inexact])
+        return dx, grads, parts
+
+    def block(self, block_args: Arrays, x: Arrays) -> Arrays:
+        (*leaves, number, m), (shapes, treedef) = block_args, self._x
+        if _gathers(self.config) and not self.config.gathers_once:
+            leaves = all_gather_leaves(self.config, leaves, self._block_plans, of_block=True)
+
+        def run(weights, x):
+            return call(self.model.block, self._key(m), number, weights, x)
+
+        if not self.remat_blocks:  # the stage itself does "full" remat
+            run = checkpointed(self.model.remat, run)
+        plans = self.layout.treedef.unflatten(self.layout.plans)
+        y = run(jax.tree.structure(plans[BLOCKS]).unflatten(leaves), treedef.unflatten(x))
+        return leaves_like(self.config.strategy, shapes, treedef, y)
+
+    def reduce(self, dw: Arrays) -> Arrays:
+        placement = self.config.placement
+        if not placement.grads or placement.params:
+            return dw
+        return reduce_scatter_grads(self.config, dw, [plan.of_block() for plan in self._block_plans if plan.trainable])
+
+    @property
+    def _block_plans(self) -> list[LeafPlan]:
+        return [plan for plan in self.layout.plans if plan.stacked]
+
+    @property
+    def _trained_outer_indices(self) -> list[int]:
+        return [i for i, plan in enumerate(self.layout.plans) if plan.trainable and not plan.stacked]
+
+    @property
+    def _trained_outer(self) -> Arrays:
+        return [self.params[i] for i in self._trained_outer_indices]
+
+    def _outer(self, trained: Arrays) -> PyTree:
+        params = self.layout.treedef.unflatten(replaced(self.params, self._trained_outer_indices, trained))
+        return {name: value for name, value in params.items() if name != BLOCKS}
+
+    def _rows(self, m: Index) -> PyTree:
+        return self.assemble([jax.lax.dynamic_index_in_dim(x, m, 0, keepdims=False) for x in self.micro_batches])
+
+    def _key(self, m: Index) -> jax.Array | None:
+        return None if self.rng is None else step_key(self.config, self.step, self.rng, m)
+
+    def _embed(self, outer: Arrays, m: Index) -> PyTree:
+        return call(self.model.embed, self._key(m), self._block_plans[0].shape[0], self._outer(outer), self._rows(m))
+
+    @functools.cached_property
+    def _x(self) -> tuple[list[jax.ShapeDtypeStruct], PyTree]:
+        """The shapes and the structure of the input of a block."""
+        return jax.tree.flatten(jax.eval_shape(self._embed, self._trained_outer, jnp.int32(0)))
+
+    def _loss(self, outer: Arrays, m: Index, x: Arrays) -> LossParts:
+        index, inputs = self._block_plans[0].shape[0] + 1, self._x[1].unflatten(x)
+        returned = call(self.model.loss, self._key(m), index, self._outer(outer), inputs, self._rows(m))
+        parts = loss_parts(self.config.strategy, returned, self.rows)
+        if isinstance(parts.loss.total, tuple):
+            problem = (
+                "a loss of several terms needs the weights of all micro-batches before the first is differentiated."
+            )
+            fix = "use one total and weight in a pipeline, or a mesh with pipeline=1."
+            raise ValueError(format_error(self.config.strategy, problem, fix=fix))
+        return parts
+
+
+def _pipelined_model(
     config: StrategyConfig,
     layout: Layout,
     params: list[jax.Array],
     batch: PyTree,
     step: jax.Array,
     rng: jax.Array | None,
-) -> StageFns:
-    """Return the model as functions of lists of leaves and micro-batch numbers.
-
-    Outer parameters are gathered here, once for all micro-batches; the gradients are with respect to the gathered leaves.
-    """
-    model, sharded = as_block_model(with_rows(row_context(config), config.loss_fn)), config.placement
+) -> _PipelinedModel:
+    """Return the model in one step; it gathers the outer parameters."""
+    model = as_block_model(with_rows(row_context(config), config.loss_fn))
     assert model is not None
-    gathers = sharded.params or config.gather_dtype is not None
-    blocks, outer_indices = _block_and_outer(layout)
-    plans = layout.treedef.unflatten(layout.plans)
-    block_treedef, num_blocks = jax.tree.structure(plans[BLOCKS]), layout.plans[blocks[0]].shape[0]
     micro_batches, assemble = cut(config, batch, config.micro_batches)
-    rows, pieces = num_rows(config, batch) // config.micro_batches, config.num_pieces
+    if _gathers(config):
+        _, outer = _block_and_outer(layout)
+        gathered = all_gather_leaves(config, [params[i] for i in outer], [layout.plans[i] for i in outer])
+        params = replaced(params, outer, gathered)
+    rows = num_rows(config, batch) // config.micro_batches
+    return _PipelinedModel(config, layout, model, params, micro_batches, assemble, rows, step, rng)
 
-    outer = [params[i] for i in outer_indices]
-    trained_positions = [position for position, i in enumerate(outer_indices) if layout.plans[i].trainable]
-    if gathers:
-        outer = all_gather_leaves(config, outer, [layout.plans[i] for i in outer_indices])
 
-    def outer_with(leaves):
-        outer_leaves, all_leaves = list(outer), list(params)
-        for position, leaf in zip(trained_positions, leaves, strict=True):
-            outer_leaves[position] = leaf
-        for i, leaf in zip(outer_indices, outer_leaves, strict=True):
-            all_leaves[i] = leaf
-        return {name: value for name, value in layout.treedef.unflatten(all_leaves).items() if name != BLOCKS}
-
-    def rows_of(m):
-        return assemble([jax.lax.dynamic_index_in_dim(x, m, 0, keepdims=False) for x in micro_batches])
-
-    def key_of(m):
-        return None if rng is None else step_key(config, step, rng, m)
-
-    def embed_tree(leaves, m):
-        return call(model.embed, key_of(m), num_blocks, outer_with(leaves), rows_of(m))
-
-    trained_outer = [outer[position] for position in trained_positions]
-    x_shapes, x_treedef = jax.tree.flatten(jax.eval_shape(embed_tree, trained_outer, jnp.int32(0)))
-    inexact = floating(x_shapes)
-
-    def loss_of(leaves, m, x):
-        returned = call(model.loss, key_of(m), num_blocks + 1, outer_with(leaves), x_treedef.unflatten(x), rows_of(m))
-        parts = loss_parts(config.strategy, returned, rows)
-        if isinstance(parts.loss.total, tuple):
-            problem = (
-                "a loss of several terms needs the weights of all micro-batches before the first is differentiated."
-            )
-            fix = "use one total and weight in a pipeline, or a mesh with pipeline=1."
-            raise ValueError(format_error(config.strategy, problem, fix=fix))
-        return parts
-
-    def embed_grads(m, dx):
-        def inexact_leaves(leaves):
-            x = jax.tree.leaves(embed_tree(leaves, m))
-            return [x[i] for i in inexact]
-
-        return jax.vjp(inexact_leaves, trained_outer)[1](dx)[0]
-
-    def loss_grads(m, x):
-        def loss_total(leaves, inexact_leaves):
-            inputs = list(x)
-            for i, leaf in zip(inexact, inexact_leaves, strict=True):
-                inputs[i] = leaf
-            parts = loss_of(leaves, m, inputs)
-            return parts.loss.total / pieces, parts
-
-        (grads, dx), parts = jax.grad(loss_total, argnums=(0, 1), has_aux=True)(trained_outer, [x[i] for i in inexact])
-        return dx, grads, parts
-
-    def block(block_args, x):
-        *leaves, number, m = block_args
-        weights = block_treedef.unflatten(leaves)
-        if gathers and not config.gathers_once:
-            weights = all_gather_leaves(config, weights, plans[BLOCKS], of_block=True)
-
-        def run(weights, x):
-            return call(model.block, key_of(m), number, weights, x)
-
-        if model.remat != "full":  # the stage itself does "full" remat
-            run = checkpointed(model.remat, run)
-        return leaves_like(config.strategy, x_shapes, x_treedef, run(weights, x_treedef.unflatten(x)))
-
-    def reduce(dw):
-        if not sharded.grads or sharded.params:
-            return dw
-        return reduce_scatter_grads(
-            config, dw, [layout.plans[i].of_block() for i in blocks if layout.plans[i].trainable]
-        )
-
-    return StageFns(
-        embed=lambda m: jax.tree.leaves(embed_tree(trained_outer, m)),
-        embed_grads=embed_grads,
-        loss=lambda m, x: loss_of(trained_outer, m, x),
-        loss_grads=loss_grads,
-        block=block,
-        trained=[position for position, i in enumerate(blocks) if layout.plans[i].trainable],
-        reduce=reduce,
-        remat_blocks=model.remat == "full",
-    )
+def _gathers(config: StrategyConfig) -> bool:
+    return config.placement.params or config.gather_dtype is not None

@@ -281,9 +281,8 @@ def find_obstacle(config: StrategyConfig, layout: Layout, batch: PyTree, *, trai
       training: whether the loss is differentiated, and gets a random key if it takes one.
     """
     configs = [config]
-    if (
-        config.local_updates is not None and config.local_updates.warmup_steps
-    ):  # during warmup the replicas share one gradient
+    # during warmup the replicas share one gradient
+    if config.local_updates is not None and config.local_updates.warmup_steps:
         configs.append(config._replace(sync_gradients=True))
     for phase_config in configs:
         if phase_config.num_pieces == 1 or phase_config.separable:

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,28 +27,42 @@ from shardopt.remat._split_backward import Arrays, Passes, floating, remateriali
 C = TypeVar("C")
 
 
-class StageFns(NamedTuple):
-    """A model as functions of local arrays and of m, the number of a micro-batch; all use lists of arrays.
+class StageFns(Protocol):
+    """A model as functions of local arrays and of m, the number of a micro-batch; all use lists of arrays."""
 
-    Attributes:
-      embed: `embed(m) -> x`, the input of the first block.
-      embed_grads: `embed_grads(m, dx) -> grads` of the outer weights.
-      loss: `loss(m, x) -> parts`, a pytree of numbers.
-      loss_grads: `loss_grads(m, x) -> (dx, grads, parts)`, with the gradients of the outer weights.
-      block: `block(block_args, x) -> y`, with block_args = [*weights of the block, number of the block in the model, m].
-      trained: the indices of the weights of a block that have gradients.
-      reduce: `reduce(dw) -> grads`, applied to a block's weight gradients before they are summed over micro-batches.
-      remat_blocks: whether a block stores only its input, and runs its forward again in its backward pass.
-    """
+    @property
+    def trained(self) -> Sequence[int]:
+        """The indices of the weights of a block that have gradients."""
+        ...
 
-    embed: Callable[[Index], Arrays]
-    embed_grads: Callable[[Index, Arrays], Arrays]
-    loss: Callable[[Index, Arrays], PyTree]
-    loss_grads: Callable[[Index, Arrays], tuple[Arrays, Arrays, PyTree]]
-    block: Callable[[Arrays, Arrays], Arrays]
-    trained: Sequence[int]
-    reduce: Callable[[Arrays], Arrays]
-    remat_blocks: bool
+    @property
+    def remat_blocks(self) -> bool:
+        """Whether a block stores only its input, and runs its forward again in its backward pass."""
+        ...
+
+    def embed(self, m: Index) -> Arrays:
+        """Return x, the input of the first block."""
+        ...
+
+    def embed_grads(self, m: Index, dx: Arrays) -> Arrays:
+        """Return the gradients of the outer weights."""
+        ...
+
+    def loss(self, m: Index, x: Arrays) -> PyTree:
+        """Return the parts of the loss, a pytree of numbers."""
+        ...
+
+    def loss_grads(self, m: Index, x: Arrays) -> tuple[Arrays, Arrays, PyTree]:
+        """Return (dx, grads, parts), with the gradients of the outer weights."""
+        ...
+
+    def block(self, block_args: Arrays, x: Arrays) -> Arrays:
+        """Return y; block_args = [*weights of the block, number of the block in the model, m]."""
+        ...
+
+    def reduce(self, dw: Arrays) -> Arrays:
+        """Return the gradients that are summed over micro-batches, from the weight gradients of a block."""
+        ...
 
 
 class Sums(NamedTuple):

@@ -141,7 +141,7 @@ def _derivative_relation(site: Site, relation: Relation, shapes: Shapes) -> Rela
 def _agree(site: Site, a: Relation, b: Relation) -> bool:
     """Return whether relation `a` implies relation `b`, up to rounding of the ratios."""
     if isinstance(b, Known):
-        return isinstance(a, Known)
+        return isinstance(a, Known) and a.equals(b)
     if isinstance(a, Known):
         a = a.as_same()
     if isinstance(a, Same) and isinstance(b, Total):  # W = r P_i in all pieces is W = (r/n) (P_0 + ...)

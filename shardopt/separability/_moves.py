@@ -176,9 +176,8 @@ def slice_entries(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     ]
     split_dim = relation.dim if isinstance(relation, Split) else None
     uneven_dims = [dim for dim in range(len(shapes[0])) if dim != split_dim and ranges[0][dim] != ranges[1][dim]]
-    if any(
-        shapes[0][dim] == shapes[1][dim] for dim in uneven_dims
-    ):  # another part of a value that is the same in all pieces: `table[:rows]`
+    # another part of a value that is the same in all pieces: `table[:rows]`
+    if any(shapes[0][dim] == shapes[1][dim] for dim in uneven_dims):
         return [site.unknown("position")]
     if isinstance(relation, Split):
         whole_entries, piece_entries = (np.asarray(dim_ranges[relation.dim]) for dim_ranges in ranges)

@@ -156,6 +156,10 @@ class Known:
         """Whether W has the numbers of P_i."""
         return _equal(self.whole_values, self.piece_values)
 
+    def equals(self, other: "Known") -> bool:
+        """Return whether another value has the same numbers, in the whole and in a piece."""
+        return _equal(self.whole_values, other.whole_values) and _equal(self.piece_values, other.piece_values)
+
     def as_same(self) -> "Same | Unknown":
         """Return the relation of a value that has these numbers only sometimes, such as in one turn of a loop."""
         return Same() if self.same_numbers else Unknown("count", self.op)

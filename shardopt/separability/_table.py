@@ -116,12 +116,8 @@ def equal_params(whole_param: Any, piece_param: Any) -> bool:
         return True
     if isinstance(whole_param, np.ndarray | jax.Array) or isinstance(piece_param, np.ndarray | jax.Array):
         return np.array_equal(np.asarray(whole_param), np.asarray(piece_param), equal_nan=True)
-    if (
-        isinstance(whole_param, float)
-        and isinstance(piece_param, float)
-        and whole_param != whole_param
-        and piece_param != piece_param
-    ):  # both NaN
+    floats = isinstance(whole_param, float) and isinstance(piece_param, float)
+    if floats and whole_param != whole_param and piece_param != piece_param:  # both NaN
         return True
     try:
         return bool(whole_param == piece_param)
