@@ -33,21 +33,19 @@ def size_of(text: str) -> Size:
     """Return the size of a Python file without its docstrings."""
     docstring_lines = set()
     for node in ast.walk(ast.parse(text)):
-        if isinstance(
-            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.Assign | ast.AnnAssign
-        ):
-            docstring_lines |= _docstring_lines(node)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring_lines |= _docstring_lines(node.body)
     tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in NOT_CODE]
     tokens = [token for token in tokens if token.start[0] not in docstring_lines]
     lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
     return Size(len(lines), len(tokens))
 
 
-def _docstring_lines(node: ast.AST) -> set[int]:
-    """Return the lines of the strings that stand alone in the body of a module, class or function."""
+def _docstring_lines(body: list[ast.stmt]) -> set[int]:
+    """Return the lines of the strings that stand alone in a body, as docstrings of it or of the names in it."""
     strings = [
         statement
-        for statement in getattr(node, "body", [])
+        for statement in body
         if isinstance(statement, ast.Expr)
         and isinstance(statement.value, ast.Constant)
         and isinstance(statement.value.value, str)

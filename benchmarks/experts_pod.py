@@ -250,7 +250,7 @@ def main() -> None:
 
 
 def cells(name: str, one: dict[str, Any]) -> list[str]:
-    """Return the line of the table in docs/experts.md."""
+    """Return the line of the table in docs/notes/experts.md."""
     summed = lambda kinds: sum(to["wire_bytes"] for key, to in one["sent"].items() if key.startswith(kinds))
     gathered, exchanged = summed(("all-gather", "reduce-scatter", "all-reduce")), summed("ragged-all-to-all")
     stated = sum(sent for key, sent in one["stated"].items() if "all-to-all" not in key)

@@ -65,7 +65,7 @@ def compiled(topology: str, length: int, context: int, rows: int) -> dict:
 
 
 def table(rows: list[dict]):
-    """Return the rows as docs/benchmarks.md has them."""
+    """Return the rows as docs/notes/long_rows.md has them."""
     lines = [
         "| slice | tokens of a row | context | rows | GB a chip | sent by attention | step |",
         "|---|---|---|---|---|---|---|",

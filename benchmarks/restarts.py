@@ -22,7 +22,7 @@ from pathlib import Path
 from common import write_json
 
 ROOT = Path(__file__).parents[1]
-WORKER = ROOT / "tests" / "runtime" / "worker_with_snapshots.py"
+WORKER = ROOT / "tests" / "processes" / "launch" / "worker_with_snapshots.py"
 STEPS, EVERY, MEMORY_EVERY, PAUSE = 180, 50, 5, 0.12
 WAYS = {
     "disk": ([], 0, {"JAX_ENABLE_COMPILATION_CACHE": "false"}),

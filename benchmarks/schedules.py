@@ -81,7 +81,7 @@ def passes(text, schedule):
     from shardopt.planning._schedule_actions import Done, Loop, Reader, Start
 
     chip = HARDWARE["v5p"]
-    program = read_program("schedules", text, (), mesh={"pipeline": STAGES})
+    program = read_program(text, (), mesh={"pipeline": STAGES})
     reader = Reader(program, chip, chip.clock)
     computations = program.module.computations
 

@@ -30,7 +30,6 @@ import numpy as np
 import optax
 
 import shardopt as so
-from shardopt.parameter_server._optimizer import make_run
 from shardopt.parameter_server._run import Compute, RunSpec
 from shardopt.parameter_server._updates import finiteness
 from shardopt.parameter_server._worker import WorkerCompressors, codec_header
@@ -177,7 +176,8 @@ def serve(backend, reducer, pushes):
             return idle_compute(reducer)
 
         header = {"devices": [1, 1], **codec_header(codec_of(reducer))}
-        run = make_run(RunSpec("server", 2, server, compute, header, backend, devices=[1, 1]))
+        spec = RunSpec("server", 2, server, compute, header, backend, devices=[1, 1])
+        run = so.parameter_server.AsyncOptimizer(spec, spec.make_server(donate=True), (), TX, None, None).run
         params, data = start(), lambda worker: iter(int, 1)
         if backend == "threads":
             run(params, data, num_updates=4)  # compiles

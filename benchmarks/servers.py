@@ -23,7 +23,6 @@ from common import write_json
 from server import TX, idle_compute, size_of, start
 
 import shardopt as so
-from shardopt.parameter_server._optimizer import make_run
 from shardopt.parameter_server._run import RunSpec
 
 COUNTS = (1, 2, 4)
@@ -43,7 +42,8 @@ def server_bytes(servers):
 
 def run_of(servers):
     make = partial(so.parameter_server.make_server, TX, max_staleness=None, servers=servers)
-    return make_run(RunSpec("servers", 2, make, compute, {"devices": [1, 1]}, "ray", devices=[1, 1], servers=servers))
+    spec = RunSpec("servers", 2, make, compute, {"devices": [1, 1]}, "ray", devices=[1, 1], servers=servers)
+    return so.parameter_server.AsyncOptimizer(spec, spec.make_server(donate=True), (), TX, None, None).run
 
 
 def forever(worker):

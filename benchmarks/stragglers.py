@@ -28,7 +28,6 @@ import optax
 
 import shardopt as so
 from shardopt.parameter_server._async_sgd import worker_meshes
-from shardopt.parameter_server._optimizer import make_run
 from shardopt.parameter_server._worker import sgd_spec
 
 WORKERS, SLOWER, DIM, ROWS = 4, 4, 64, 16
@@ -45,7 +44,7 @@ def sleeper(tx, max_staleness, durations):
 
     A callback in the loss would not do: XLA runs as many as there are cores at once, and four workers need four.
     """
-    meshes, programs = worker_meshes("stragglers", jax.devices()[:1] * WORKERS), []
+    meshes, programs = worker_meshes(jax.devices()[:1] * WORKERS), []
     settings = {"max_staleness": max_staleness, "rule": None, "nonfinite": "raise", "reducer": None}
     spec = sgd_spec("stragglers", tx, loss_fn, meshes, **settings)
 
@@ -62,7 +61,8 @@ def sleeper(tx, max_staleness, durations):
 
         return compute._replace(update=update)
 
-    return make_run(spec._replace(make_compute=slow_compute))
+    spec = spec._replace(make_compute=slow_compute)
+    return so.parameter_server.AsyncOptimizer(spec, spec.make_server(donate=True), (), tx, max_staleness, None).run
 
 
 def durations_of(name, step):

@@ -12,7 +12,7 @@ from typing import Any
 
 import griffe
 
-from shardopt.engine import _options as options
+from shardopt.config import _options as options
 
 
 class Sections(griffe.Extension):

@@ -194,8 +194,8 @@ plt.show()
 # On the left the four curves coincide. The middle shows how little they differ: eight devices round their sums in
 # another order than one device. The right shows what you gain: less memory per device, and the same training.
 #
-# This holds for every optax optimizer, including the clipping by the global norm above. Your optimizer sees all
-# gradients, as if they were on one device. We check this:
+# This holds for every optax optimizer but lookahead, including the clipping by the global norm above. Your optimizer
+# sees all gradients, as if they were on one device. We check this:
 
 # %%
 for name, (losses, bytes_held) in results.items():

@@ -202,5 +202,5 @@ print(plans.best.layout)
 print(f"{plans.best.memory.total / 1e9:.0f} GB a chip, {plans.best.time.total:.1f} s a step if all ran at its peak")
 
 # %% [markdown]
-# This was the last of the seven notebooks. `docs/data_parallel.md` says which method to use when. `docs/models.md` says how
+# **Next**: [8. Check your devices](8_check_your_devices.ipynb) runs `shardopt verify` on them. `docs/data_parallel.md` says which method to use when. `docs/models.md` says how
 # to pack documents into long rows.

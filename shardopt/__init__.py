@@ -1,4 +1,4 @@
-"""shardopt: turn any optax optimizer into a distributed one.
+"""shardopt: turn any optax optimizer but lookahead into a distributed one.
 
 Start with `make_mesh`, then `ddp`, `zero`, `fsdp` or `hybrid`; train with `fit`; save the state with `Checkpoints`.
 For slow links, `local_sgd` and `diloco` combine replicas of these strategies. `async_sgd` and `async_local_sgd` train
@@ -15,18 +15,19 @@ from shardopt import checkpoint, errors, hlo, nn, optimizers, reducers, runtime,
 from shardopt.checkpoint._checkpoints import Checkpoints
 from shardopt.checkpoint._read import restore
 from shardopt.checkpoint._write import save
+from shardopt.config._compiler_options import compiler_options
+from shardopt.config._user_mesh import Axes
 from shardopt.core import BlockModel, Max, Min, Sum, TrainState, Updated, Weighted
-from shardopt.engine._adopt import adopt
-from shardopt.engine._check import check
-from shardopt.engine._compiler_options import compiler_options
-from shardopt.engine._optimizer import ShardedOptimizer
-from shardopt.engine._rows import batch_mean, batch_sum, gather_batch
-from shardopt.engine._user_mesh import Axes
 from shardopt.hlo._program import audit
 from shardopt.local_updates import diloco, local_sgd
+from shardopt.losses._rows import batch_mean, batch_sum, gather_batch
 from shardopt.mesh import make_mesh
 from shardopt.pipeline import schedules
+from shardopt.runtime._doctor import doctor
 from shardopt.runtime._processes import initialize
+from shardopt.step._adopt import adopt
+from shardopt.step._check import check
+from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.strategies import ddp, fsdp, hybrid, zero
 from shardopt.training._fit import fit
 from shardopt.training._params import with_params
@@ -63,6 +64,7 @@ __all__ = [
     "compiler_options",
     "ddp",
     "diloco",
+    "doctor",
     "errors",
     "fit",
     "fsdp",

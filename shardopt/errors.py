@@ -17,3 +17,7 @@ __all__ = [
     "NotSeparableError",
     "StepNotFoundError",
 ]
+
+# Tracebacks then name a class as users catch it.
+for _name in __all__:
+    globals()[_name].__module__ = __name__

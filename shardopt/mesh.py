@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardopt.core._arguments import is_integer
 from shardopt.core._errors import format_error
+from shardopt.core._tracebacks import api_boundary
 
 AXES = ("replica", "data", "pipeline", "expert", "context", "tensor")
 """All mesh axes, outermost first: tensor neighbours are adjacent devices."""
@@ -21,6 +22,7 @@ _OPTIONAL_AXES = ("replica", "expert", "context")
 """Axes that a mesh has only if their size is above 1."""
 
 
+@api_boundary
 def make_mesh(
     data: int = -1,
     tensor: int = 1,
@@ -64,7 +66,8 @@ def make_mesh(
         raise ValueError(format_error("make_mesh", "there are no devices.", fix="pass some, or leave devices out."))
     requested_sizes = {"replica": replica, "data": data, "pipeline": pipeline}
     requested_sizes |= {"expert": expert, "context": context, "tensor": tensor}
-    sizes = _infer_sizes({axis: requested_sizes[axis] for axis in AXES}, len(devices))
+    on_cpu = devices[0].platform == "cpu"
+    sizes = _infer_sizes({axis: requested_sizes[axis] for axis in AXES}, len(devices), on_cpu=on_cpu)
     sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis not in _OPTIONAL_AXES}
     grid = _arrange(sizes, devices, num_outer_dims=len([axis for axis in sizes if axis in ("replica", "data")]))
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
@@ -118,25 +121,31 @@ def trace_without_mesh(f: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def on_mesh(
-    mesh: Mesh, f: Callable[..., Any], roles: Mapping[str, tuple[str, ...]] | None = None
-) -> Callable[..., Any]:
-    """Return `f`, traced on this mesh even if the user's program has set another mesh with `jax.set_mesh`.
+@contextlib.contextmanager
+def under_mesh(mesh: Mesh, roles: Mapping[str, tuple[str, ...]] | None = None) -> Iterator[None]:
+    """Trace on this mesh inside the context, even if the user's program has set another mesh with `jax.set_mesh`.
 
     Args:
       mesh: the mesh.
-      f: the function.
       roles: role -> its axes, for a mesh with other axis names than `AXES`.
     """
+    token = _roles.set(roles)
+    try:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            yield
+    finally:
+        _roles.reset(token)
+
+
+def on_mesh(
+    mesh: Mesh, f: Callable[..., Any], roles: Mapping[str, tuple[str, ...]] | None = None
+) -> Callable[..., Any]:
+    """Return `f`, traced within `under_mesh`."""
 
     @functools.wraps(f)
     def run(*args: Any) -> Any:
-        token = _roles.set(roles)
-        try:
-            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-                return f(*args)
-        finally:
-            _roles.reset(token)
+        with under_mesh(mesh, roles):
+            return f(*args)
 
     return run
 
@@ -169,7 +178,7 @@ def device_kind_or_default() -> str:
     return device_kind() or jax.devices()[0].device_kind
 
 
-def _infer_sizes(requested_sizes: dict[str, int], num_devices: int) -> dict[str, int]:
+def _infer_sizes(requested_sizes: dict[str, int], num_devices: int, *, on_cpu: bool) -> dict[str, int]:
     sizes_text = ", ".join(
         f"{axis}={size}"
         for axis, size in requested_sizes.items()
@@ -197,6 +206,8 @@ def _infer_sizes(requested_sizes: dict[str, int], num_devices: int) -> dict[str,
         fix = f"set one size to -1, choose sizes whose product is {num_devices}, or pass devices=jax.devices()[:{known_product}]."
         if known_product > num_devices:
             fix = f"set one size to -1, or choose sizes whose product is {num_devices}."
+            if on_cpu:
+                fix += f" JAX_NUM_CPU_DEVICES={known_product} simulates more devices."
         raise ValueError(format_error("make_mesh", problem, fix=fix))
     return {axis: num_devices // known_product if size == -1 else int(size) for axis, size in requested_sizes.items()}
 

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import shutil
 
 # Most of the suite's time is that of compiling programs that run once, so code generation need not optimise. Collectives,
 # shardings and donated buffers are decided before it, and stay as users have them.
@@ -22,24 +23,36 @@ install_import_hook(["shardopt.collectives", "shardopt.models", "shardopt.data"]
 
 import jax
 import pytest
-from support.tiers import has_fast, is_fast
+from support.tiers import has_fast
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_traceback_filtering", "off")  # a test that fails shows every frame
+
+
+GIGABYTE = 2**30
+FAST = "fast and not slow and not default"
+
+
+def pytest_configure(config):
+    """Store compiled programs in .pytest_cache; with -m fast, leave out tests that fast files mark as slow or default."""
+    if config.option.markexpr == "fast":
+        config.option.markexpr = FAST
+    if hasattr(config, "cache"):  # not with -p no:cacheprovider
+        # The workers of a run share programs, and the next run finds those that did not change. The key is the program
+        # with all flags, so code that is broken on purpose is compiled.
+        folder = config.cache.mkdir("xla")
+        if not hasattr(config, "workerinput") and sum(path.stat().st_size for path in folder.iterdir()) > GIGABYTE:
+            shutil.rmtree(folder)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def pytest_ignore_collect(collection_path, config):
     """With -m fast, import only files that have fast tests: importing all takes as long as a tenth of the tier."""
-    if config.option.markexpr != "fast" or not collection_path.name.startswith("test_"):
+    if config.option.markexpr != FAST or not collection_path.name.startswith("test_"):
         return None
     return None if has_fast(collection_path) else True
-
-
-@pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(items):
-    slow, fast = (lambda item: item.get_closest_marker("slow")), (lambda item: item.get_closest_marker("fast"))
-    for item in items:
-        if is_fast(item.path, item.name) and not slow(item) and not fast(item):
-            item.add_marker(pytest.mark.fast)
 
 
 def pytest_xdist_auto_num_workers(config):

@@ -1,6 +1,8 @@
-"""Copy the results into the README, as one short table, and into docs/benchmarks.md, in full, between their markers.
+"""Copy the results into README.md and docs/benchmarks.md, as one short table of one run, and into a note, in full.
 
-Run: python -m benchmarks.peers.tables; tests/benchmarks checks that it has been run.
+Each page has markers around its tables.
+
+Run: python -m benchmarks.peers.tables; tests/docs/test_peers.py checks that it has been run.
 """
 
 import json
@@ -19,7 +21,6 @@ _NAMES = {
     "levanter": "Levanter",
 }
 _STRATEGIES = ("ddp", "zero1", "fsdp")
-_SHORT = ("shardopt", "torch", "jax", "maxtext", "levanter")
 _CALLS = {
     "torch ddp": "DistributedDataParallel",
     "torch zero1": "ZeroRedundancyOptimizer",
@@ -65,17 +66,21 @@ def table_of(record: dict[str, Any]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def sizes_of(record: dict[str, Any]) -> str:
-    """Return a row a size of group "torch": shardopt's tokens per second and peak memory, and their ratios to torch's."""
-    lines = ["| tokens/s and MB, of torch's | " + " | ".join(_STRATEGIES) + " |", "|---|" + "---:|" * len(_STRATEGIES)]
+def sizes_of(record: dict[str, Any], *, memory: bool) -> str:
+    """Return a row a size of group "torch": shardopt's tokens per second, and peak memory if asked, with ratios to torch's."""
+    lines = [
+        "| width x layers, batch x length | " + " | ".join(_STRATEGIES) + " |",
+        "|---|" + "---:|" * len(_STRATEGIES),
+    ]
     for size in record["results"]["cpu"].values():
         if group := size.get("torch"):
             cells = []
             for strategy in _STRATEGIES:
                 ours, theirs = (group["contestants"][f"{library} {strategy}"] for library in ("shardopt", "torch"))
                 speed = group["speed_ratios"][f"shardopt {strategy} / torch {strategy}"]
-                peak, memory = ours["peak_bytes"] / 1e6, ours["peak_bytes"] / theirs["peak_bytes"]
-                cells.append(f"{ours['tokens_per_second']:,.0f} ({speed:.2f}), {peak:,.0f} ({memory:.2f})")
+                peak, of_theirs = ours["peak_bytes"] / 1e6, ours["peak_bytes"] / theirs["peak_bytes"]
+                held = f", {peak:,.0f} MB ({of_theirs:.2f})" if memory else ""
+                cells.append(f"{ours['tokens_per_second']:,.0f} ({speed:.2f}){held}")
             lines.append(f"| {_shape(size['config'])} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -109,24 +114,22 @@ def gpu_of(record: dict[str, Any] | None) -> str:
 
 
 def short_section(record: dict[str, Any]) -> str:
-    """Return the section of the README: tokens per second of two processes, a row a strategy, at the first size."""
-    size = next(size for size in record["results"]["cpu"].values() if "processes" in size)
-    rows, config = size["processes"]["contestants"], size["config"]
-    libraries = [library for library in _SHORT if any(name.startswith(f"{library} ") for name in rows)]
-    lines = ["| tokens/s | " + " | ".join(_NAMES[library] for library in libraries) + " |"]
-    lines.append("|---|" + "---:|" * len(libraries))
-    for strategy in _STRATEGIES:
-        found = [rows.get(f"{library} {strategy}") for library in libraries]
-        cells = [f"{row['tokens_per_second']:,.0f}" if row else "-" for row in found]
-        lines.append(f"| {strategy} | {' | '.join(cells)} |")
-    shape = f"width {config['dim']}, {config['num_layers']} layers, batch {config['batch']} x {config['length']}"
-    machine = f"Two processes over gloo, a core of an {record['hardware']['cpu']} each; {shape}."
-    sizes = f"Two processes again, more sizes (width x layers, batch x length), beside torch:\n\n{sizes_of(record)}"
-    return f"{BEGIN}\n" + "\n".join(lines) + f"\n\n{machine}\n\n{sizes}\n{END}"
+    """Return the section of the README: the run of shardopt and torch, tokens per second at each size."""
+    caption = (
+        f"Run of {_date_of(record, 'torch')}: two processes over gloo, a core of an {record['hardware']['cpu']} each. A cell "
+        "has shardopt's tokens per second and, in brackets, the ratio to torch's."
+    )
+    return f"{BEGIN}\n{sizes_of(record, memory=False)}\n\n{caption}\n{END}"
+
+
+def _date_of(record: dict[str, Any], group: str) -> str:
+    """Return the date of the run that measured a group of contestants, the same for all sizes."""
+    (date,) = {size[group]["date"] for size in record["results"]["cpu"].values() if group in size}
+    return date
 
 
 def full_section(record: dict[str, Any], gpu: dict[str, Any] | None = None) -> str:
-    """Return the section of docs/benchmarks.md: every contestant at every size, the machine, and the GPU."""
+    """Return the section of docs/notes/peers.md: every contestant at every size, each run with its date, and the GPU."""
     hardware, versions, results = record["hardware"], record["versions"], record["results"]
     cores = {size["processes"]["cores"] for size in results["cpu"].values() if "processes" in size}
     where = "a core for each process" if min(cores) > 1 else "both processes on one core, beside other work"
@@ -137,7 +140,9 @@ def full_section(record: dict[str, Any], gpu: dict[str, Any] | None = None) -> s
         " layers, batch x length. MB: the most that one process ever held, its libraries and compiler included, and the most"
         " that it held in the steps after the first."
     )
-    return "\n\n".join([f"{BEGIN}\n{table_of(record)}", machine, sizes_of(record), f"{gpu_of(gpu)}\n{END}"])
+    runs = [f"Run of {_date_of(record, group)}:" for group in ("processes", "torch")]
+    tables = [f"{BEGIN}\n{runs[0]}", table_of(record), machine, runs[1], sizes_of(record, memory=True)]
+    return "\n\n".join([*tables, f"{gpu_of(gpu)}\n{END}"])
 
 
 def with_section(page: str, section: str) -> str:
@@ -162,7 +167,8 @@ def stored(name: str) -> dict[str, Any] | None:
 def sections() -> dict[str, str]:
     """Return {page: section} of the stored results."""
     record = stored("peers")
-    return {"README.md": short_section(record), "docs/benchmarks.md": full_section(record, stored("peers_gpu"))}
+    short, full = short_section(record), full_section(record, stored("peers_gpu"))
+    return {"README.md": short, "docs/benchmarks.md": short, "docs/notes/peers.md": full}
 
 
 if __name__ == "__main__":

@@ -20,15 +20,16 @@ from shardopt.checkpoint._read import check_target, fill
 from shardopt.checkpoint._record import Meta, describe_state, from_json, to_json
 from shardopt.checkpoint._store import Leaf, describe, dtype_of, from_storable, place, to_storable
 from shardopt.checkpoint._tree import leaves_by_path
-from shardopt.core._errors import CheckpointError, DamagedCheckpointError, format_error
+from shardopt.core._errors import CheckpointError, DamagedCheckpointError, calling, error_text, format_error
 from shardopt.core._types import PyTree
-from shardopt.engine._optimizer import ShardedOptimizer
+from shardopt.step._optimizer import ShardedOptimizer
 
 _MAGIC, _VERSION = b"shardopt", 1
 _PRELUDE = struct.Struct("<8sIIQQ")
 _ALIGN, _DIGEST = 64, hashlib.sha256().digest_size
 
 
+@calling("to_bytes")
 def to_bytes(opt: ShardedOptimizer, state: PyTree) -> bytes:
     """Return a training state as bytes: strategy, mesh, tree, all values, and a checksum over everything.
 
@@ -50,7 +51,7 @@ def to_bytes(opt: ShardedOptimizer, state: PyTree) -> bytes:
       >>> so.checkpoint.from_bytes(opt, data).params["w"].shape
       (64, 32)
     """
-    meta = describe_state("to_bytes", state)
+    meta = describe_state(state)
     leaf_bytes = [_raw(_on_host(to_storable(leaf))) for leaf in leaves_by_path(state).values()]
     spans, values_length = _spans([len(values) for values in leaf_bytes])
     description = {"strategy": opt.config.strategy, "spans": spans, "state": to_json(meta)}
@@ -66,6 +67,7 @@ def to_bytes(opt: ShardedOptimizer, state: PyTree) -> bytes:
     return b"".join([*pieces, checksum.digest()])
 
 
+@calling("from_bytes")
 def from_bytes(
     target: ShardedOptimizer | PyTree, data: bytes | bytearray | memoryview, *, abstract_params: PyTree = None
 ) -> PyTree:
@@ -93,13 +95,12 @@ def from_bytes(
       >>> so.checkpoint.from_bytes(sharded, data).params["w"].addressable_shards[0].data.shape
       (8, 32)
     """
-    caller = "from_bytes"
     if not isinstance(data, bytes | bytearray | memoryview):
-        raise TypeError(format_error(caller, f"data must be bytes, got {type(data).__name__}."))
+        raise TypeError(error_text(f"data must be bytes, got {type(data).__name__}."))
     view = memoryview(data)
     if not view.c_contiguous:
-        raise TypeError(format_error(caller, "data must be contiguous bytes.", fix="pass bytes(data)."))
-    check_target(caller, target, abstract_params)
+        raise TypeError(error_text("data must be contiguous bytes.", fix="pass bytes(data)."))
+    check_target(target, abstract_params)
     meta, leaf_bytes = _unpack(view.cast("B") if view.nbytes else memoryview(b""))
     bytes_by_path = dict(zip(meta.leaves, leaf_bytes, strict=True))
 
@@ -111,7 +112,7 @@ def from_bytes(
             leaves.append(from_storable(place(stored_leaf, host_array.__getitem__), describe(leaf)))
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
 
-    return fill(caller, f"the state of step {meta.step}", meta, target, abstract_params, read)
+    return fill(f"the state of step {meta.step}", meta, target, abstract_params, read)
 
 
 def _spans(sizes: list[int]) -> tuple[list[list[int]], int]:
@@ -159,7 +160,7 @@ def _unpack(data: memoryview) -> tuple[Meta, list[memoryview]]:
     body = data[_PRELUDE.size : -_DIGEST]
     try:
         header = json.loads(bytes(body[:header_length]))
-        meta = from_json("from_bytes", "the header", header["state"])
+        meta = from_json("the header", header["state"])
         spans, values_length = _spans([_size(leaf) for leaf in meta.leaves.values()])
         fits = header["spans"] == spans and header_length + values_length == len(body)
     except CheckpointError:

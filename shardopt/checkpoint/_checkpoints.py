@@ -33,10 +33,10 @@ from shardopt.checkpoint._run_folder import (
 from shardopt.checkpoint._tree import Json
 from shardopt.checkpoint._write import start_write, write_error
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import CheckpointError, DamagedCheckpointError, format_error
+from shardopt.core._errors import CheckpointError, DamagedCheckpointError, calling, format_error
 from shardopt.core._types import PyTree
-from shardopt.engine._optimizer import ShardedOptimizer
 from shardopt.runtime import _progress as progress
+from shardopt.step._optimizer import ShardedOptimizer
 
 _WHO = "Checkpoints"
 _REQUIRED: Any = object()
@@ -78,6 +78,7 @@ class Checkpoints:
       ([2, 6, 8], 2, {'position': 8})
     """
 
+    @calling(_WHO)
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -113,19 +114,19 @@ class Checkpoints:
           CheckpointInUseError: if another job writes to the folder.
           CheckpointError: if the folder cannot be written to.
         """
-        check_count(_WHO, "every", every)
+        check_count("every", every)
         if keep is _REQUIRED:
             fix = "pass keep=3 for the newest three, or keep=None for all."
             raise TypeError(format_error(_WHO, "keep must be given: older checkpoints are deleted by it.", fix=fix))
         if keep is not None:
-            check_count(_WHO, "keep", keep)
+            check_count("keep", keep)
         if mode not in ("min", "max"):
             raise ValueError(format_error(_WHO, f"mode must be 'min' or 'max', got {mode!r}."))
         if memory_every is not None:
-            check_count(_WHO, "memory_every", memory_every)
+            check_count("memory_every", memory_every)
         self.memory_every = memory_every
         self._memory = None if memory_every is None else MemoryWriter(_WHO)
-        self.directory = run_folder(_WHO, directory)
+        self.directory = run_folder(directory)
         self.every, self.keep, self.best, self.mode, self.resume = every, keep, best, mode, resume
         self._pid, self._closed = os.getpid(), False
         self._pending: Future[None] | None = None
@@ -163,6 +164,7 @@ class Checkpoints:
         """
         return None if self._memory is None else self._memory.newest(target, self.latest() or 0)
 
+    @calling(_WHO)
     def save(
         self,
         state: PyTree,
@@ -187,7 +189,7 @@ class Checkpoints:
           CheckpointError: if an earlier write failed; if this write cannot begin; if another job's folder replaced the
             folder, or it was unmounted; if it holds steps later than this one; after `close`.
         """
-        meta = describe_state(_WHO, state, step, metrics, extra)
+        meta = describe_state(state, step, metrics, extra)
         failure = self._settled()
         if on_primary_process(lambda: self._prepare(meta.step)):
             failure = None  # the failed write was deleted with the folder
@@ -244,10 +246,11 @@ class Checkpoints:
             raise DamagedCheckpointError(format_error(_WHO, problem, list(read_errors.values()), fix=fix))
         return _best(values, self.mode)
 
+    @calling(_WHO)
     def restore(self, target: ShardedOptimizer | PyTree, *, step: int | None = None) -> tuple[PyTree, dict[str, Json]]:
         """Return the state of a checkpoint and its `extra`, by default of the newest; see `shardopt.restore`."""
         self.wait()
-        state, meta = load(_WHO, self.directory, target, step=step)
+        state, meta = load(self.directory, target, step=step)
         return state, meta.extra
 
     def __enter__(self) -> "Checkpoints":
@@ -355,6 +358,7 @@ def _rotate(directory: Path, step: int, *, keep: int | None, metric: str | None,
             ) from error
 
 
+@calling(_WHO)  # a thread writes, and then rotates
 def _metrics(directory: Path, metric: str | None) -> tuple[dict[int, float], dict[int, str]]:
     """Return the metric by step, and the error by step for each record that cannot be read."""
     values: dict[int, float] = {}
@@ -363,7 +367,7 @@ def _metrics(directory: Path, metric: str | None) -> tuple[dict[int, float], dic
         return values, read_errors
     for step in committed(directory):
         try:
-            values[step] = float(read_meta(_WHO, step_folder(directory, step)).metrics.get(metric, math.nan))
+            values[step] = float(read_meta(step_folder(directory, step)).metrics.get(metric, math.nan))
         except CheckpointError as error:
             read_errors[step] = str(error).partition("\n")[0].removeprefix(f"{_WHO}: ")
     return {step: value for step, value in values.items() if not math.isnan(value)}, read_errors

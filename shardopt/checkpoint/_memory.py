@@ -25,9 +25,9 @@ from shardopt.checkpoint._store import describe, from_storable, place, to_storab
 from shardopt.checkpoint._tree import Json, LeafPath, leaves_by_path, show
 from shardopt.core._errors import format_error
 from shardopt.core._types import PyTree
-from shardopt.engine._optimizer import ShardedOptimizer
 from shardopt.runtime import _vault as vault
 from shardopt.runtime._launch import RESTART
+from shardopt.step._optimizer import ShardedOptimizer
 
 _LOG = logging.getLogger(__name__)
 _MAX_WAIT = 30.0

@@ -19,13 +19,15 @@ from shardopt.core._errors import (
     CheckpointError,
     DamagedCheckpointError,
     StepNotFoundError,
-    format_error,
+    calling,
+    error_text,
     plural,
 )
 from shardopt.core._types import PyTree
-from shardopt.engine._optimizer import ShardedOptimizer
+from shardopt.step._optimizer import ShardedOptimizer
 
 
+@calling("restore")
 def restore(
     directory: str | os.PathLike[str],
     target: ShardedOptimizer | PyTree,
@@ -84,20 +86,19 @@ def restore(
 
     **Memory**: each process reads only the shards of its own devices.
     """
-    caller = "restore"
-    check_target(caller, target, abstract_params)
-    orbax_folder = _orbax_folder(caller, directory, step)
+    check_target(target, abstract_params)
+    orbax_folder = _orbax_folder(directory, step)
     if orbax_folder is not None and not isinstance(target, ShardedOptimizer):
-        return store.read_orbax(caller, orbax_folder, target)
-    return load(caller, directory, target, step=step, abstract_params=abstract_params)[0]
+        return store.read_orbax(orbax_folder, target)
+    return load(directory, target, step=step, abstract_params=abstract_params)[0]
 
 
-def _orbax_folder(caller: str, directory: str | os.PathLike[str], step: int | None) -> Path | None:
+def _orbax_folder(directory: str | os.PathLike[str], step: int | None) -> Path | None:
     """Return a folder that orbax wrote without shardopt, or None.
 
     It is the directory, its step, or an item of the step. None if shardopt wrote the checkpoint, or if there is none.
     """
-    path = run_folder(caller, directory)
+    path = run_folder(directory)
 
     def find_orbax_folder() -> str:
         steps = committed(path)
@@ -114,7 +115,6 @@ def _orbax_folder(caller: str, directory: str | os.PathLike[str], step: int | No
 
 
 def load(
-    caller: str,
     directory: str | os.PathLike[str],
     target: ShardedOptimizer | PyTree,
     *,
@@ -122,21 +122,20 @@ def load(
     abstract_params: PyTree = None,
 ) -> tuple[PyTree, Meta]:
     """Return the state that `restore` returns, and the record of the checkpoint."""
-    check_target(caller, target, abstract_params)
-    path = run_folder(caller, directory)
-    if (orbax_folder := _orbax_folder(caller, directory, step)) is not None:
+    check_target(target, abstract_params)
+    path = run_folder(directory)
+    if (orbax_folder := _orbax_folder(directory, step)) is not None:
         problem = f"{orbax_folder} was written by orbax, not by shardopt: it has no record of what a train state is."
         fix = (
             "read its arrays with so.restore(directory, abstract tree), whose leaves are jax.ShapeDtypeStruct with shardings "
             "and whose containers are those saved; then so.adopt(opt, params, opt_state, step=...)."
         )
-        raise CheckpointError(format_error(caller, problem, fix=fix))
-    chosen_step = on_primary_process(lambda: _choose_step(caller, path, step))
-    _check_undamaged(caller, path, chosen_step)
+        raise CheckpointError(error_text(problem, fix=fix))
+    chosen_step = on_primary_process(lambda: _choose_step(path, step))
+    _check_undamaged(path, chosen_step)
     folder = step_folder(path, chosen_step)
-    meta = read_meta(caller, folder)
+    meta = read_meta(folder)
     return fill(
-        caller,
         f"step {chosen_step} in {path}",
         meta,
         target,
@@ -145,12 +144,12 @@ def load(
     ), meta
 
 
-def check_target(caller: str, target: ShardedOptimizer | PyTree, abstract_params: PyTree = None) -> None:
+def check_target(target: ShardedOptimizer | PyTree, abstract_params: PyTree = None) -> None:
     """Raise a TypeError if the target is neither an optimizer nor an abstract state with shardings."""
     if isinstance(target, ShardedOptimizer):
         return
     if abstract_params is not None:
-        raise TypeError(format_error(caller, "abstract_params are for an optimizer, not for an abstract state."))
+        raise TypeError(error_text("abstract_params are for an optimizer, not for an abstract state."))
     leaves = leaves_by_path(target)
     invalid_leaves = [
         f"{show(path) or 'target'}: {type(leaf).__name__}{' without a sharding' * isinstance(leaf, jax.ShapeDtypeStruct)}"
@@ -159,7 +158,7 @@ def check_target(caller: str, target: ShardedOptimizer | PyTree, abstract_params
     ]
     if invalid_leaves or not leaves:
         problem = "target must be an optimizer, or a pytree of jax.ShapeDtypeStruct with shardings."
-        raise TypeError(format_error(caller, problem, invalid_leaves, fix=_TARGET_FIX))
+        raise TypeError(error_text(problem, invalid_leaves, fix=_TARGET_FIX))
 
 
 _TARGET_FIX = (
@@ -169,7 +168,6 @@ _TARGET_FIX = (
 
 
 def fill(
-    caller: str,
     source: str,
     meta: Meta,
     target: ShardedOptimizer | PyTree,
@@ -179,7 +177,6 @@ def fill(
     """Return the state of the target, with the stored values.
 
     Args:
-      caller: the function that the user called, for messages.
       source: the name of the stored state, for messages, for instance "step 3 in /runs/a".
       meta: its record.
       target: an optimizer, or an abstract state.
@@ -191,21 +188,18 @@ def fill(
     """
     target_name, wanted_state = "the abstract state", target
     if isinstance(target, ShardedOptimizer):
-        target_name, wanted_state = "opt", _abstract_state(caller, target, meta, abstract_params)
-    readable, changes = as_stored(caller, source, meta.leaves, wanted_state, target_name)
-    check_match(caller, source, meta.leaves, readable, target_name)
+        target_name, wanted_state = "opt", _abstract_state(target, meta, abstract_params)
+    readable, changes = as_stored(source, meta.leaves, wanted_state, target_name)
+    check_match(source, meta.leaves, readable, target_name)
     return to_wanted(read(readable), changes)
 
 
-def check_match(
-    caller: str, source: str, stored: dict[LeafPath, Leaf], wanted_state: PyTree, target_name: str = "opt"
-) -> None:
+def check_match(source: str, stored: dict[LeafPath, Leaf], wanted_state: PyTree, target_name: str = "opt") -> None:
     """Raise CheckpointError if a leaf is missing, left over, or has another shape or dtype than the stored leaf.
 
     If there are more than eight such leaves, a container that is completely missing or left over is listed once.
 
     Args:
-      caller: the function that the user called, for messages.
       source: the name of the stored state, for messages.
       stored: the stored leaves by path.
       wanted_state: pytree of abstract arrays.
@@ -232,7 +226,7 @@ def check_match(
             "build opt with the optax chain that the checkpoint was saved with; or start another chain on its "
             "parameters: new_opt.init(restore(directory, old_opt).params)."
         )
-    raise CheckpointError(format_error(caller, f"{source} does not fit {target_name}: {counts}.", lines, fix=fix))
+    raise CheckpointError(error_text(f"{source} does not fit {target_name}: {counts}.", lines, fix=fix))
 
 
 def _listing(
@@ -264,7 +258,7 @@ def _first_unknown(path: LeafPath, known_paths: set[LeafPath]) -> int:
     return next((length for length in range(1, len(path)) if path[:length] not in known_paths), len(path))
 
 
-def _abstract_state(caller: str, opt: ShardedOptimizer, meta: Meta, abstract_params: PyTree) -> PyTree:
+def _abstract_state(opt: ShardedOptimizer, meta: Meta, abstract_params: PyTree) -> PyTree:
     """Return `opt.abstract_state` of the first parameters that are available.
 
     They are `abstract_params`, then the parameters that opt has seen, then the stored parameters.
@@ -276,10 +270,10 @@ def _abstract_state(caller: str, opt: ShardedOptimizer, meta: Meta, abstract_par
     except ValueError:  # opt has not seen parameters
         params = {path: leaf for path, leaf in meta.leaves.items() if path[0] == "params"}
         leaves = [jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf)) for leaf in params.values()]
-        return opt.abstract_state(rebuild(caller, meta.params, leaves))
+        return opt.abstract_state(rebuild(meta.params, leaves))
 
 
-def _choose_step(caller: str, directory: Path, step: int | None) -> int:
+def _choose_step(directory: Path, step: int | None) -> int:
     steps = committed(directory)
     if step is None and steps:
         return steps[-1]
@@ -304,7 +298,7 @@ def _choose_step(caller: str, directory: Path, step: int | None) -> int:
         problem = f"there is no step {step} in {directory}"
         problem += ": its save was interrupted." if interrupted(directory, step) else "."
         fix = f"choose one of the steps {', '.join(map(str, steps[-8:]))}, or leave step out for the newest."
-    raise StepNotFoundError(format_error(caller, problem, fix=fix))
+    raise StepNotFoundError(error_text(problem, fix=fix))
 
 
 def _flax_file(path: Path) -> Path | None:
@@ -329,7 +323,7 @@ def _is_flax_file(file: Path) -> bool:
     return bool(first_byte) and (0x80 <= first_byte[0] <= 0x8F or first_byte[0] in (0xDE, 0xDF))
 
 
-def _check_undamaged(caller: str, directory: Path, step: int) -> None:
+def _check_undamaged(directory: Path, step: int) -> None:
     damage_lines = verify(step_folder(directory, step))
     if not damage_lines:
         return
@@ -342,4 +336,4 @@ def _check_undamaged(caller: str, directory: Path, step: int) -> None:
     if intact_step is not None:
         remedy = f"pass step={intact_step}, or delete {step_folder(directory, step)}"
         fix = f"bring the files back from a copy, or go back to step {intact_step}, which is intact ({remedy})."
-    raise DamagedCheckpointError(format_error(caller, f"step {step} in {directory} is damaged.", damage_lines, fix=fix))
+    raise DamagedCheckpointError(error_text(f"step {step} in {directory} is damaged.", damage_lines, fix=fix))

@@ -16,7 +16,7 @@ from shardopt.checkpoint._multihost import assigned_names, exchange
 from shardopt.checkpoint._store import Leaf, check_leaves, describe, dtype_of
 from shardopt.checkpoint._tree import Json, LeafPath, check_structure, describe_structure, leaves_by_path
 from shardopt.core._arguments import is_integer
-from shardopt.core._errors import CheckpointError, DamagedCheckpointError, format_error
+from shardopt.core._errors import CheckpointError, DamagedCheckpointError, error_text, format_error
 from shardopt.core._types import PyTree
 
 RECORD_NAME, MANIFEST_NAME = "shardopt.json", "MANIFEST.json"
@@ -44,7 +44,6 @@ class Meta(NamedTuple):
 
 
 def describe_state(
-    caller: str,
     state: PyTree,
     step: int | None = None,
     metrics: Mapping[str, ArrayLike] | None = None,
@@ -53,14 +52,13 @@ def describe_state(
     """Return the record of a state; refuse a state that cannot be stored.
 
     Args:
-      caller: the function that the user called, for messages.
       state: pytree of arrays.
       step: the number of the checkpoint; by default `state.step`.
       metrics: scalars by name.
       extra: JSON values.
     """
-    step_number = _check_step(caller, step, state)
-    check_leaves(caller, state)
+    step_number = _check_step(step, state)
+    check_leaves(state)
     try:
         json.dumps(extra)
     except (TypeError, ValueError) as error:
@@ -82,17 +80,17 @@ def describe_state(
     )
 
 
-def _check_step(caller: str, step: int | None, state: PyTree) -> int:
+def _check_step(step: int | None, state: PyTree) -> int:
     if step is None:
         step = getattr(state, "step", None)
         if step is None:
             problem = f"step must be given, because the state ({type(state).__name__}) has none."
-            raise TypeError(format_error(caller, problem, fix="pass step=."))
+            raise TypeError(error_text(problem, fix="pass step=."))
         step = int(np.asarray(jax.device_get(step)))
     if not is_integer(step):
-        raise TypeError(format_error(caller, f"step must be an integer, got {step!r} ({type(step).__name__})."))
+        raise TypeError(error_text(f"step must be an integer, got {step!r} ({type(step).__name__})."))
     if step < 0:
-        raise ValueError(format_error(caller, f"step must not be negative, got {step}.", fix="count steps from 0."))
+        raise ValueError(error_text(f"step must not be negative, got {step}.", fix="count steps from 0."))
     return int(step)
 
 
@@ -102,14 +100,14 @@ def write_meta(folder: Path, meta: Meta) -> None:
     (folder / RECORD_NAME).write_text("{\n" + ",\n".join(field_lines) + "\n}\n")
 
 
-def read_meta(caller: str, folder: Path) -> Meta:
+def read_meta(folder: Path) -> Meta:
     """Return the record in a step's folder; see `from_json` for errors."""
     source = f"{folder.name}/{RECORD_NAME}"
     try:
         record = json.loads((folder / RECORD_NAME).read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise _damaged(caller, f"{source} cannot be read", error) from error
-    return from_json(caller, source, record)
+        raise _damaged(f"{source} cannot be read", error) from error
+    return from_json(source, record)
 
 
 def to_json(meta: Meta) -> dict[str, Json]:
@@ -118,11 +116,10 @@ def to_json(meta: Meta) -> dict[str, Json]:
     return {"format": _RECORD_FORMAT, "versions": _versions()} | meta._asdict() | {"leaves": leaves}
 
 
-def from_json(caller: str, source: str, record: Json) -> Meta:
+def from_json(source: str, record: Json) -> Meta:
     """Return the record from the JSON that `to_json` returned.
 
     Args:
-      caller: the function that the user called, for messages.
       source: the name of the file or the header that holds the record, for messages.
       record: the JSON.
 
@@ -134,7 +131,7 @@ def from_json(caller: str, source: str, record: Json) -> Meta:
         if record["format"] != _RECORD_FORMAT:
             problem = f"{source} has format {record['format']}, this version of shardopt reads {_RECORD_FORMAT}."
             fix = "use the version of shardopt that wrote it, or a newer one."
-            raise CheckpointError(format_error(caller, problem, fix=fix))
+            raise CheckpointError(error_text(problem, fix=fix))
         leaves = {tuple(path.split("/")): _leaf(leaf) for path, leaf in record["leaves"].items()}
         step, params = record["step"], record["params"]
         if not _is_count(step):
@@ -150,7 +147,7 @@ def from_json(caller: str, source: str, record: Json) -> Meta:
     except CheckpointError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise _damaged(caller, f"{source} is not a record of a checkpoint", error) from error
+        raise _damaged(f"{source} is not a record of a checkpoint", error) from error
 
 
 def write_manifest(folder: Path, digests: dict[str, str]) -> None:
@@ -239,9 +236,9 @@ def _damaged_bytes(folder: Path, name: str, record: Json) -> list[str]:
     return [f"{source}: its bytes are not those that were written (SHA-256 {actual[:8]}..., not {expected[:8]}...)"]
 
 
-def _damaged(caller: str, problem: str, error: Exception) -> DamagedCheckpointError:
+def _damaged(problem: str, error: Exception) -> DamagedCheckpointError:
     problem = f"{problem} ({type(error).__name__}: {error})."
-    return DamagedCheckpointError(format_error(caller, problem, fix="bring the file back from a copy."))
+    return DamagedCheckpointError(error_text(problem, fix="bring the file back from a copy."))
 
 
 def _leaf(record: Json) -> Leaf:

@@ -18,9 +18,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardopt.checkpoint._store import Leaf, describe
 from shardopt.checkpoint._tree import LeafPath, escape, leaves_by_path, show
-from shardopt.core._errors import CheckpointError, format_error
+from shardopt.config._compression import CompressedOptState
+from shardopt.core._errors import CheckpointError, error_text
 from shardopt.core._types import PyTree, merge_replicas
-from shardopt.engine._compression import CompressedOptState
 from shardopt.local_updates._state import PerReplica, Replicas
 from shardopt.reducers import ErrorFeedback, PerDevice
 from shardopt.transforms._eight_bit import EightBitState
@@ -42,12 +42,11 @@ class Change(NamedTuple):
 
 
 def as_stored(
-    caller: str, source: str, stored: dict[LeafPath, Leaf], wanted: PyTree, target_name: str
+    source: str, stored: dict[LeafPath, Leaf], wanted: PyTree, target_name: str
 ) -> tuple[PyTree, dict[LeafPath, Change]]:
     """Return the wanted state with the stored sizes of stacked leaves, and the changed leaves by path.
 
     Args:
-      caller: the function that the user called, for messages.
       source: the name of the stored state, for messages.
       stored: the stored leaves by path.
       wanted: pytree of abstract arrays.
@@ -78,9 +77,7 @@ def as_stored(
             start_again = (
                 "or start the optimizer again on its parameters: new_opt.init(restore(directory, old_opt).params)."
             )
-            raise CheckpointError(
-                format_error(caller, f"{source} {reason}", refused_leaves, fix=f"{instead}; {start_again}")
-            )
+            raise CheckpointError(error_text(f"{source} {reason}", refused_leaves, fix=f"{instead}; {start_again}"))
     return jax.tree.unflatten(jax.tree.structure(wanted), leaves), changes
 
 

@@ -11,7 +11,7 @@ import os
 import shutil
 from pathlib import Path
 
-from shardopt.core._errors import CheckpointError, format_error
+from shardopt.core._errors import CheckpointError, error_text, format_error
 from shardopt.runtime._files import Lock, acquire_lock, holds_lock, is_gone, release_lock
 
 _SAVING, _DELETING, _REPLACED = ".saving-", ".deleting-", ".replaced-"
@@ -21,7 +21,7 @@ class FilesGoneError(CheckpointError):
     """Files vanished while they were being written: somebody is deleting the folder."""
 
 
-def run_folder(caller: str, directory: str | os.PathLike[str]) -> Path:
+def run_folder(directory: str | os.PathLike[str]) -> Path:
     """Return the folder of a run as an absolute path.
 
     Raises:
@@ -30,11 +30,11 @@ def run_folder(caller: str, directory: str | os.PathLike[str]) -> Path:
     """
     if not isinstance(directory, str | os.PathLike):
         fix = "pass a path."
-        raise TypeError(format_error(caller, f"directory must be a path, got {type(directory).__name__}.", fix=fix))
+        raise TypeError(error_text(f"directory must be a path, got {type(directory).__name__}.", fix=fix))
     if "://" in os.fspath(directory):
         problem = f"directory must be a path in a file system, got {os.fspath(directory)!r}."
         fix = "mount the bucket (for instance with gcsfuse) and pass the path of the mount."
-        raise ValueError(format_error(caller, problem, fix=fix))
+        raise ValueError(error_text(problem, fix=fix))
     return Path(directory).expanduser().absolute()
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from shardopt.checkpoint._tree import leaves_by_path, nest, show, unnest
-from shardopt.core._errors import CheckpointError, format_error
+from shardopt.core._errors import CheckpointError, error_text
 from shardopt.core._types import PyTree, is_array_like
 from shardopt.runtime._progress import waiting
 
@@ -104,7 +104,7 @@ def place(target: jax.ShapeDtypeStruct, read: Callable[..., np.ndarray]) -> jax.
     return jax.make_array_from_callback(target.shape, target.sharding, lambda index: np.array(read(index)))
 
 
-def check_leaves(caller: str, tree: PyTree) -> None:
+def check_leaves(tree: PyTree) -> None:
     """Refuse leaves that cannot be stored.
 
     Raises:
@@ -116,13 +116,11 @@ def check_leaves(caller: str, tree: PyTree) -> None:
         f"{show(path)}: {type(leaf).__name__}" for path, leaf in leaves.items() if not is_array_like(leaf)
     ]:
         fix = "make them arrays (jnp.asarray), or keep them out of the state."
-        raise TypeError(format_error(caller, "the state must be a pytree of arrays.", not_arrays, fix=fix))
+        raise TypeError(error_text("the state must be a pytree of arrays.", not_arrays, fix=fix))
     deleted = [show(path) for path, leaf in leaves.items() if isinstance(leaf, jax.Array) and leaf.is_deleted()]
     if deleted:
         fix = "use the state that the last step returned: a step takes over the buffers of the state it is given."
-        raise ValueError(
-            format_error(caller, "these arrays of the state were deleted, probably donated.", deleted, fix=fix)
-        )
+        raise ValueError(error_text("these arrays of the state were deleted, probably donated.", deleted, fix=fix))
 
 
 def _is_key(leaf: ArrayLeaf) -> bool:
@@ -221,11 +219,10 @@ def read_arrays(folder: Path, target: PyTree) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(target), leaves)
 
 
-def read_orbax(caller: str, folder: Path, target: PyTree) -> PyTree:
+def read_orbax(folder: Path, target: PyTree) -> PyTree:
     """Return a pytree with arrays from a folder that orbax wrote without shardopt.
 
     Args:
-      caller: the function that the user called, for messages.
       folder: the folder. It may hold more arrays than the target asks for.
       target: pytree of `jax.ShapeDtypeStruct` with shardings.
 
@@ -248,7 +245,7 @@ def read_orbax(caller: str, folder: Path, target: PyTree) -> PyTree:
         except (ValueError, KeyError, TypeError) as error:
             problem = f"{folder}, written by orbax, does not fit the abstract tree: {error}"
             fix = "pass the containers, key paths and shapes that were saved; parts of them are enough."
-            raise CheckpointError(format_error(caller, problem, fix=fix)) from error
+            raise CheckpointError(error_text(problem, fix=fix)) from error
 
 
 def _gigabytes_at_once(leaves: Iterable[ArrayLeaf]) -> int:

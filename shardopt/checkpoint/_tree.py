@@ -13,7 +13,7 @@ from urllib.parse import quote, unquote
 
 import jax
 
-from shardopt.core._errors import CheckpointError, format_error
+from shardopt.core._errors import CheckpointError, error_text, format_error
 from shardopt.core._types import PyTree
 
 Json = Any
@@ -110,7 +110,7 @@ def check_structure(description: Json, num_leaves: int) -> None:
         raise ValueError(f"the structure of params has {num_described} leaves, {num_leaves} are listed")
 
 
-def rebuild(caller: str, description: Json, leaves: list[Any]) -> PyTree:
+def rebuild(description: Json, leaves: list[Any]) -> PyTree:
     """Return the tree that `describe_structure` described, with these leaves.
 
     Raises:
@@ -123,7 +123,7 @@ def rebuild(caller: str, description: Json, leaves: list[Any]) -> PyTree:
             "opt has not seen parameters yet, and theirs cannot be rebuilt from the checkpoint: it holds these types."
         )
         fix = "pass abstract_params= (jax.eval_shape(init_fn, rng) gives them), or call opt.init or opt.specs first."
-        raise CheckpointError(format_error(caller, problem, sorted(foreign_types), fix=fix))
+        raise CheckpointError(error_text(problem, sorted(foreign_types), fix=fix))
     return tree
 
 

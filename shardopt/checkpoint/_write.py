@@ -22,7 +22,7 @@ from shardopt.checkpoint._run_folder import (
     staging_folder,
     step_folder,
 )
-from shardopt.core._errors import CheckpointError, format_error
+from shardopt.core._errors import CheckpointError, calling, format_error
 from shardopt.core._types import PyTree
 from shardopt.runtime._files import is_gone
 
@@ -33,6 +33,7 @@ _DELETED_MESSAGES = ("No such file or directory", "NOT_FOUND", "Stale file handl
 """Messages about deleted files; the last one comes from NFS."""
 
 
+@calling("save")
 def save(directory: str | os.PathLike[str], state: PyTree, *, step: int | None = None) -> Path:
     """Write a checkpoint of a training state, and return once it is complete on the disk.
 
@@ -68,8 +69,8 @@ def save(directory: str | os.PathLike[str], state: PyTree, *, step: int | None =
       >>> so.save(tempfile.mkdtemp(), state, step=7).name
       '7'
     """
-    lock = RunLock("save", run_folder("save", directory))
-    meta = describe_state("save", state, step)
+    lock = RunLock("save", run_folder(directory))
+    meta = describe_state(state, step)
     try:
         on_primary_process(lambda: _prepare(lock, meta.step))
         with contextlib.closing(store.Writer()) as writer:
@@ -164,9 +165,8 @@ def write_error(caller: str, directory: Path, step: int, error: Exception) -> Ch
     """Return the error for a failed write: a `FilesGoneError` if somebody deleted the files."""
     error_lines = _error_lines(error)
     cause = f"{type(error).__name__}: {error_lines[0]}"
-    if not any(
-        text in cause for text in (*_DISK_FULL_MESSAGES, *_DELETED_MESSAGES)
-    ):  # the reason may be in a later line
+    # the reason may be in a later line
+    if not any(text in cause for text in (*_DISK_FULL_MESSAGES, *_DELETED_MESSAGES)):
         reason = next(
             (text for text in (*_DISK_FULL_MESSAGES, *_DELETED_MESSAGES) if any(text in line for line in error_lines)),
             None,

@@ -1,21 +1,31 @@
-"""The command line: `shardopt train`, `launch`, `vault`, `plan`, `audit` and `schedule`."""
+"""The command line: `shardopt train`, `launch`, `vault`, `plan`, `audit`, `schedule` and `verify`."""
 
 import sys
 from collections.abc import Sequence
 
+from shardopt.core._errors import calling
 from shardopt.core._extras import require
 
 __all__ = ["main"]
 
 
+@calling("shardopt")
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `shardopt` and return its exit code: 0, 2 for an error in the request, 130 for a second Ctrl-C."""
+    """Run `shardopt` and return its exit code: 0, 2 for an error in the request, 130 for a second Ctrl-C.
+
+    `shardopt verify` also returns 1 and 3, and needs no extra.
+    """
+    words = sys.argv[1:] if arguments is None else list(arguments)
     try:
         for module in ("tyro", "rich"):
-            require(module, extra="cli", caller="shardopt")
+            require(module, extra="cli")
     except ModuleNotFoundError as error:
+        if words[:1] == ["verify"]:
+            from shardopt.cli._verify import run_without_extras
+
+            return run_without_extras(words[1:])
         print(f"error: {error}", file=sys.stderr)
         return 2
     from shardopt.cli._commands import run
 
-    return run(arguments)
+    return run(words)

@@ -14,7 +14,9 @@ from shardopt.cli._communication import with_meaning
 from shardopt.cli._options import Pipeline, TrainOptions
 from shardopt.cli._plan import AuditOptions, PlanOptions, ScheduleOptions, audit, plan, schedule
 from shardopt.cli._run_folder import CHECKPOINTS, read_options
+from shardopt.cli._verify import VerifyOptions, verify
 from shardopt.core._errors import format_error
+from shardopt.runtime._doctor import doctor
 from shardopt.runtime._launch import launch as run_processes
 from shardopt.runtime._processes import end_at_once
 from shardopt.runtime._vault import TOKEN, keep_snapshots
@@ -70,7 +72,24 @@ class VaultOptions:
     """Port on which it listens, over the network of the job."""
 
 
-Options = TrainOptions | LaunchOptions | VaultOptions | PlanOptions | AuditOptions | ScheduleOptions
+@dataclasses.dataclass(frozen=True)
+class DoctorOptions:
+    """Print versions, devices, topology and flags, and the silent errors of jax and XLA that these versions have.
+
+    so.doctor(opt, state, batch) also says which of them concern your step.
+    """
+
+
+Options = (
+    TrainOptions
+    | LaunchOptions
+    | VaultOptions
+    | PlanOptions
+    | AuditOptions
+    | ScheduleOptions
+    | DoctorOptions
+    | VerifyOptions
+)
 
 _COMMANDS: dict[str, type[Options]] = {
     "train": TrainOptions,
@@ -79,6 +98,8 @@ _COMMANDS: dict[str, type[Options]] = {
     "plan": PlanOptions,
     "audit": AuditOptions,
     "schedule": ScheduleOptions,
+    "doctor": DoctorOptions,
+    "verify": VerifyOptions,
 }
 
 
@@ -104,6 +125,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
                 audit(options)
             case ScheduleOptions():
                 schedule(options)
+            case DoctorOptions():
+                print(doctor())
+            case VerifyOptions():
+                return verify(options)
     except KeyboardInterrupt:
         return 130
     except (ValueError, TypeError, OSError, FloatingPointError, ModuleNotFoundError) as error:
@@ -228,6 +253,8 @@ def child_command(words: Sequence[str], run_dir: Path | None, attempt: int) -> l
     """Return the command of one process; a restart of train gets --resume if there is a checkpoint."""
     if words[0].endswith(".py"):
         return [sys.executable, *words]
+    if words[0] == "verify":
+        return [sys.executable, "-m", "shardopt.cli", *words]
     if run_dir is None:
         return list(words)
     resumes = attempt and "--resume" not in words and committed(run_dir / CHECKPOINTS)

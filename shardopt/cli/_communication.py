@@ -14,10 +14,10 @@ from jax.sharding import Mesh, PartitionSpec
 
 import shardopt as so
 from shardopt.cli._options import Communication, TrainOptions, check_keywords, read_call
+from shardopt.config._sync import SyncConfig
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import format_error, plural
+from shardopt.core._errors import calling, format_error, plural
 from shardopt.core._types import PyTree
-from shardopt.engine._config import SyncConfig
 from shardopt.mesh import spec_axes
 from shardopt.planning import Transfer
 
@@ -290,10 +290,11 @@ def _outer_text(communication: Communication) -> str:
     return f"{'nesterov' if nesterov else 'sgd'}, rate {learning_rate:g}, momentum {momentum:g}"
 
 
+@calling("train")
 def _check_numbers(communication: Communication) -> None:
     for name in ("replicas", "sync_every", "fragments", "delay", "warmup_sync_steps", "reducer_warmup_steps"):
         if (number := getattr(communication, name)) is not None:
-            check_count("train", _flag(name), number, minimum=0 if name == "delay" or "warmup" in name else 1)
+            check_count(_flag(name), number, minimum=0 if name == "delay" or "warmup" in name else 1)
     if communication.outer_lr is not None and not communication.outer_lr > 0:
         raise ValueError(f"train: --outer-lr must be above 0, got {communication.outer_lr}.")
     if communication.outer_momentum is not None and not 0 <= communication.outer_momentum < 1:

@@ -61,7 +61,7 @@ def show_run(
     table.add_row(
         "step",
         f"{training.batch_size} x {model.length} bytes"
-        + (f" in {config.micro_batches} micro-batches" if config.micro_batches > 1 else ""),
+        + (f" in {config.loss.micro_batches} micro-batches" if config.loss.micro_batches > 1 else ""),
     )
     table.add_row("optimizer", f"{training.optimizer}, learning rate up to {training.learning_rate:g}")
     table.add_row("devices", describe_devices(opt.mesh.devices.size))

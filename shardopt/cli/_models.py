@@ -9,7 +9,7 @@ import jax
 from shardopt.cli._options import Model
 from shardopt.core._block_model import BlockModel
 from shardopt.core._errors import format_error, plural
-from shardopt.models import gpt, moe
+from shardopt.models import gpt, moe, sample
 
 
 class TrainedModel(NamedTuple):
@@ -39,7 +39,7 @@ def model_of(options: Model) -> TrainedModel:
         return TrainedModel(
             gpt.model(config),
             functools.partial(gpt.init, config),
-            lambda params, *args, **kwargs: gpt.sample(params, config, *args, **kwargs),
+            lambda params, *args, **kwargs: sample(params, config, *args, **kwargs),
             f"{gpt.num_parameters(config) / 1e6:.2f} million parameters: {blocks_text}",
         )
     mixture = moe.MoEConfig(
@@ -54,7 +54,7 @@ def model_of(options: Model) -> TrainedModel:
     return TrainedModel(
         moe.model(mixture),
         functools.partial(moe.init, mixture),
-        lambda params, *args, **kwargs: moe.sample(params, mixture, *args, **kwargs),
+        lambda params, *args, **kwargs: sample(params, mixture, *args, **kwargs),
         f"{total_millions:.2f} million parameters, {active_millions:.2f} of them for each token: {blocks_text}, "
         f"{options.top_k} of {plural(options.experts, 'expert')}",
     )

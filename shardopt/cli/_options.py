@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal, get_args
 import optax
 import tyro
 
+from shardopt.config._config import PlacementName
+from shardopt.config._options import OPTIONS
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import format_error
-from shardopt.engine._config import PlacementName
-from shardopt.engine._options import OPTIONS
+from shardopt.core._errors import calling, format_error
 
 Strategy = Literal[PlacementName, "hybrid"]
 ScheduleName = Literal[
@@ -295,6 +295,7 @@ _NEEDS_MORE = frozenset({"contrib.sophia"})
 """Optimizers whose constructor also needs the loss function of each batch."""
 
 
+@calling("train")
 def make_optimizer(text: str, *, learning_rate: float, steps: int, clip: float) -> optax.GradientTransformation:
     """Return an optimizer whose learning rate rises for a tenth of the steps and then falls as a cosine to a tenth.
 
@@ -306,7 +307,7 @@ def make_optimizer(text: str, *, learning_rate: float, steps: int, clip: float) 
       clip: the largest global norm of the gradient; 0 for none.
     """
     _check("--learning-rate", learning_rate > 0, "above 0", learning_rate)
-    check_count("train", "--steps", steps)
+    check_count("--steps", steps)
     _check("--clip", clip >= 0, "at least 0", clip)
     factory, arguments = find_optimizer(text)
     # inject_hyperparams makes optimizers without schedules follow one too, and puts the rate into the state.

@@ -13,7 +13,7 @@ import shardopt as so
 from shardopt.cli._options import ScheduleName, choices, errors_named, find_optimizer
 from shardopt.cli._strategy import check_chunks, parse_mesh, schedule_builder
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, format_error
 from shardopt.hlo import Audit, inner_product_flops
 from shardopt.pipeline import Schedule
 from shardopt.planning import Plans, find_model, parse_topology
@@ -60,12 +60,13 @@ class PlanOptions:
     """File for a drawing of the memory and traffic of the listed layouts."""
 
 
+@calling("plan")
 def plan(options: PlanOptions) -> None:
     """Print the ranked layouts."""
-    check_count("plan", "--top", options.top)
+    check_count("--top", options.top)
     shape = find_model("plan", options.model)
     if options.length is not None:
-        check_count("plan", "--length", options.length)
+        check_count("--length", options.length)
         shape = dataclasses.replace(shape, length=options.length)
     with errors_named("plan"):
         factory, arguments = find_optimizer(options.optimizer)
@@ -224,6 +225,7 @@ def to_json(program_audit: Audit) -> dict[str, object]:
     }
 
 
+@calling("audit")
 def compile_model(options: AuditOptions) -> so.planning.AotReport:
     """Compile the model for the topology: each block is rematerialised, and weights are gathered in bfloat16."""
     import jax.numpy as jnp
@@ -233,8 +235,8 @@ def compile_model(options: AuditOptions) -> so.planning.AotReport:
     from shardopt.planning._models import RULES
 
     assert options.topology is not None
-    check_count("audit", "--rows", options.rows)
-    check_count("audit", "--length", options.length)
+    check_count("--rows", options.rows)
+    check_count("--length", options.length)
     shape = dataclasses.replace(find_model("audit", options.model), length=options.length)
     sizes = {"tensor": 1, "replica": 1} | mesh_sizes(options.mesh)
     _, dims = parse_topology(options.topology)
@@ -285,9 +287,10 @@ class ScheduleOptions:
     """File for a drawing of the schedule."""
 
 
+@calling("schedule")
 def schedule(options: ScheduleOptions) -> None:
     """Print the schedule."""
-    check_chunks("schedule", "--kind", options.kind, options.chunks)
+    check_chunks("--kind", options.kind, options.chunks)
     table = schedule_builder(options.kind, options.chunks)(options.stages, options.micro_batches)
     if options.png is not None:
         table.plot(options.png)

@@ -15,9 +15,9 @@ from shardopt.checkpoint._run_folder import committed, step_folder
 from shardopt.checkpoint._store import Leaf, describe, dtype_of
 from shardopt.checkpoint._tree import Json, LeafPath, leaves_by_path, nest, unescape
 from shardopt.cli._options import TrainOptions, from_json, to_json
-from shardopt.core._errors import format_error, plural
+from shardopt.config._compression import CompressedOptState
+from shardopt.core._errors import calling, format_error, plural
 from shardopt.core._types import PyTree, TrainState, merge_replicas
-from shardopt.engine._compression import CompressedOptState
 from shardopt.local_updates._state import PerReplica, Replicas
 from shardopt.runtime._files import write_atomic
 
@@ -137,13 +137,14 @@ class ConvertingCheckpoints(so.Checkpoints):
         super().__init__(directory, every, keep, best=best, resume=resume, memory_every=memory_every)
         self.base, self.abstract_params, self.say = base, abstract_params, say
 
+    @calling("train")
     def restore(self, target: so.ShardedOptimizer, *, step: int | None = None) -> tuple[TrainState, dict[str, Json]]:
         """Return the state of a checkpoint in the form of `target`, and its `extra`."""
         self.wait()
         chosen_step = self.latest() if step is None else step
         if chosen_step not in self.steps():
             return super().restore(target, step=step)
-        meta = read_meta("train", step_folder(self.directory, chosen_step))
+        meta = read_meta(step_folder(self.directory, chosen_step))
         wanted = {path: describe(leaf) for path, leaf in leaves_by_path(target.abstract_state()).items()}
         if wanted == meta.leaves or not (_is_combined(wanted) or _is_combined(meta.leaves)):
             return super().restore(target, step=step)
@@ -169,6 +170,7 @@ def _num_replicas(leaves: dict[LeafPath, Leaf]) -> int:
     return next((leaf.shape[0] for path, leaf in leaves.items() if path[:3] == _REPLICA_PARAMS), 0)
 
 
+@calling("train")
 def _read_base(checkpoints: ConvertingCheckpoints, mesh: Mesh, meta: Meta) -> tuple[TrainState, dict[str, Json]]:
     """Return the stored state in the form of `checkpoints.base`, and its `extra`."""
     replicas, abstract_state = _num_replicas(meta.leaves), checkpoints.base.abstract_state(checkpoints.abstract_params)
@@ -187,7 +189,7 @@ def _read_base(checkpoints: ConvertingCheckpoints, mesh: Mesh, meta: Meta) -> tu
         path: leaf._replace(shape=leaf.shape[1:]) if path in stacked_paths else leaf
         for path, leaf in stored_leaves.items()
     }
-    check_match("train", f"step {meta.step} in {checkpoints.directory}", unstacked_leaves, abstract_state)
+    check_match(f"step {meta.step} in {checkpoints.directory}", unstacked_leaves, abstract_state)
 
     shardings = {stored_paths[path]: leaf.sharding for path, leaf in wanted_leaves.items()}
     stacked_stored_paths = {stored_paths[path] for path in stacked_paths}
@@ -197,7 +199,7 @@ def _read_base(checkpoints: ConvertingCheckpoints, mesh: Mesh, meta: Meta) -> tu
             for path, leaf in meta.leaves.items()
         }
     )
-    state, meta = load("train", checkpoints.directory, target, step=meta.step)  # exactly the stored form
+    state, meta = load(checkpoints.directory, target, step=meta.step)  # exactly the stored form
     arrays = leaves_by_path(state)
 
     def merge(leaves: dict[LeafPath, jax.Array]) -> list[jax.Array]:

@@ -14,10 +14,9 @@ from shardopt.cli._communication import check_communication, combined, make_redu
 from shardopt.cli._models import check_model, strategy_arguments
 from shardopt.cli._options import Pipeline, TrainOptions
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import format_error, plural
+from shardopt.core._errors import calling, error_text, format_error, plural
 from shardopt.mesh import data_axes
 from shardopt.pipeline import Schedule
-from shardopt.runtime._processes import num_processes
 
 Devices = Sequence[jax.Device]
 _AXES = ("replica", "data", "tensor", "pipeline", "context", "expert")
@@ -33,28 +32,6 @@ _V_CHUNKS = {"zero_bubble_v": 2, "dual_pipe_v": 2}
 
 _GATHERING_PLACEMENTS = ("fsdp", "zero3")
 """The placements of hybrid that gather weights."""
-
-
-def start_devices(count: int) -> Devices:
-    """Start jax and return its devices: accelerators if there are any, else `count` simulated CPU devices.
-
-    With several processes, each has an equal share of the simulated devices.
-    """
-    check_count("train", "--devices", count)
-    so.initialize()
-    processes = num_processes()
-    try:
-        jax.config.update("jax_num_cpu_devices", max(count // processes, 1))
-    except RuntimeError:  # jax has already started, in a notebook or a test: use its devices
-        return jax.devices()
-    devices = jax.devices()
-    if count % processes and devices[0].platform == "cpu":
-        lower_count = max(count // processes, 1) * processes
-        problem = f"--devices {count} cannot be shared out evenly among {processes} processes."
-        raise ValueError(
-            format_error("train", problem, fix=f"use --devices {lower_count} or {lower_count + processes}.")
-        )
-    return devices
 
 
 def mesh_of(sizes: str, devices: Devices, *, pipelined: bool = False, replicas: int | None = None) -> Mesh:
@@ -108,6 +85,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     return sizes
 
 
+@calling("train")
 def check_strategy(options: TrainOptions) -> None:
     """Refuse options that cannot be combined, as far as this is known without devices."""
     device_options, pipeline = options.where, options.pipeline
@@ -121,7 +99,7 @@ def check_strategy(options: TrainOptions) -> None:
     }
     for flag, number in counts.items():
         if number is not None:
-            check_count("train", flag, number)
+            check_count(flag, number)
     if not options.is_hybrid and (hybrid_flags := _changed_flags(pipeline)):
         problem = (
             f"{plural(len(hybrid_flags), 'option')} for --strategy hybrid; {device_options.strategy} was asked for."
@@ -135,7 +113,7 @@ def check_strategy(options: TrainOptions) -> None:
     if not options.pipeline.regather and options.placement not in _GATHERING_PLACEMENTS:
         problem = f"--no-regather is for placements that gather weights; --placement {options.placement} does not."
         raise ValueError(format_error("train", problem, fix="leave it out, or choose --placement fsdp."))
-    check_chunks("train", "--schedule", _schedule_name(pipeline), pipeline.chunks)
+    check_chunks("--schedule", _schedule_name(pipeline), pipeline.chunks)
 
 
 def _check_gather_dtype(options: TrainOptions) -> None:
@@ -161,13 +139,13 @@ def _changed_flags(pipeline: Pipeline) -> list[str]:
     ]
 
 
-def check_chunks(caller: str, flag: str, schedule: str, chunks: int | None) -> None:
+def check_chunks(flag: str, schedule: str, chunks: int | None) -> None:
     """Refuse a number of chunks that the schedule cannot have."""
     if chunks not in (None, 2 if schedule in _V_CHUNKS else 1) and schedule not in _CHUNKS:
         problem = f"--chunks {chunks} is for schedules that have chunks; {schedule} has {'two' if schedule in _V_CHUNKS else 'one'} a stage."
         *first_names, last_name = _CHUNKS
         fix = f"leave it out, or choose {flag} {', '.join(first_names)} or {last_name}."
-        raise ValueError(format_error(caller, problem, fix=fix))
+        raise ValueError(error_text(problem, fix=fix))
 
 
 def schedule_builder(name: str, chunks: int | None, *, send_ahead: bool = False) -> Callable[[int, int], Schedule]:

@@ -24,19 +24,22 @@ from shardopt.cli._run_folder import (
     read_metrics,
     write_options,
 )
-from shardopt.cli._strategy import check_strategy, fitted, make_base, make_strategy, mesh_of, start_devices
+from shardopt.cli._strategy import check_strategy, fitted, make_base, make_strategy, mesh_of
+from shardopt.core._errors import calling
 from shardopt.core._extras import require
 from shardopt.models import gpt
 from shardopt.pipeline import Schedule
+from shardopt.runtime._devices import start_devices
 
 _VALIDATION_BATCHES = 4
 _SAMPLE_BYTES = 400
 
 
+@calling("train")
 def train(options: TrainOptions) -> None:
     """Train, validate and sample, and leave a run folder that can be resumed."""
     for module in ("grain", "matplotlib"):
-        require(module, extra="cli", caller="train")
+        require(module, extra="cli")
     check_run_folder(options)
     check_strategy(options)
     devices = start_devices(options.where.devices)
@@ -104,9 +107,8 @@ def train(options: TrainOptions) -> None:
     traffic = None
     if result.history:
         final_opt, state = opt, result.state
-        if (
-            options.communication.reducer_warmup_steps
-        ):  # a program with a warm-up holds both the exact and the reduced means
+        if options.communication.reducer_warmup_steps:
+            # a program with a warm-up holds both the exact and the reduced means
             final_opt = make_strategy(as_sent(options, result.step), tx, mesh, trained_model.block_model)
             state = final_opt.abstract_state(jax.eval_shape(lambda: result.state.params))
         traffic = measure(final_opt, state, held_out_batches[0])

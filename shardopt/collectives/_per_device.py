@@ -17,9 +17,9 @@ from jax.extend.core import Jaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, PartitionSpec
 
 from shardopt.collectives._buckets import all_reduce_buckets
-from shardopt.core._jaxprs import equations
 from shardopt.core._types import PyTree
 from shardopt.mesh import mesh_under_trace, spec_axes, trace_without_mesh
+from shardopt.trace._jaxprs import equations
 
 TENSOR = "tensor"
 _CONSTRAINT_ERROR = "can only refer to Auto axes"  # raised by jax's with_sharding_constraint

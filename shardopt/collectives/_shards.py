@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +20,37 @@ from shardopt.collectives._per_device import shard_by_shard
 from shardopt.mesh import device_kind, device_kind_or_default
 
 
+class LeafWire(NamedTuple):
+    """How a leaf travels between devices.
+
+    Attributes:
+      dim: the dim that is sharded, or None: the leaf is replicated, and is not sent.
+      tensor: how the leaf is sharded over the tensor axis; this does not change.
+      axes: the mesh axis that shards the leaf, or several axes that act as one.
+      gather_dtype: the dtype that the leaf is cast to before it is all-gathered, or None to keep its own.
+      scatter_dtype: the dtype that its gradient is cast to before it is reduce-scattered, or None to keep its own.
+    """
+
+    dim: int | None
+    tensor: PartitionSpec
+    axes: MeshAxes
+    gather_dtype: DTypeLike | None = None
+    scatter_dtype: DTypeLike | None = None
+
+    def scattered(self, x: jax.Array) -> jax.Array:
+        """Return a local gradient in the dtype in which it is sent."""
+        return x if self.dim is None or self.scatter_dtype is None else x.astype(self.scatter_dtype)
+
+    def sends_bits(self, x: jax.Array) -> bool:
+        """Return whether a gradient that was cast is sent as bits, because XLA:CPU would send it as fp32."""
+        is_cast = self.dim is not None and self.scatter_dtype is not None
+        return is_cast and x.dtype.itemsize == 2 and device_kind() == "cpu"
+
+
 def all_gather(
     leaves: Sequence[jax.Array],
-    dims: Sequence[int | None],
-    specs: Sequence[PartitionSpec],
+    wires: Sequence[LeafWire],
     *,
-    axes: Sequence[MeshAxes],
-    dtypes: Sequence[DTypeLike | None] | None = None,
-    scatter_dtypes: Sequence[DTypeLike | None] | None = None,
     bucket_bytes: int = SMALL_BUCKET_BYTES,
     cast_in_place: bool = False,
 ) -> list[jax.Array]:
@@ -34,12 +58,8 @@ def all_gather(
 
     Args:
       leaves: local shards.
-      dims: the sharded dim of each leaf, or None if the leaf is replicated.
-      specs: how each leaf is sharded over the tensor axis; this does not change.
-      axes: the mesh axis that shards each leaf, or several axes that act as one.
-      dtypes: the dtype that each leaf is cast to before it is sent, or None to keep its own. Gradients are cast back
-        before they are summed, so sums have the precision of the stored leaf, unless `scatter_dtypes` says otherwise.
-      scatter_dtypes: the dtypes of the gradients on the wire: `dtypes` of `reduce_scatter`.
+      wires: how each leaf travels. Gradients are cast back before they are summed, so sums have the precision of the
+        stored leaf, unless `scatter_dtype` says otherwise.
       bucket_bytes: the gathered bytes of leaves that may share a collective, if that is faster. Leaves of one bucket
         are gathered at the same time, and so are their gradients.
       cast_in_place: whether a TPU casts float32 to bfloat16 exactly here, and not earlier in the program.
@@ -49,27 +69,21 @@ def all_gather(
       stays local.
     """
     stored_dtypes = [leaf.dtype for leaf in leaves]
-    wire_dtypes = [
-        stored_dtype if dtype is None else dtype
-        for stored_dtype, dtype in zip(stored_dtypes, dtypes or [None] * len(leaves), strict=True)
-    ]
     differentiable = [i for i, dtype in enumerate(stored_dtypes) if jnp.issubdtype(dtype, jnp.inexact)]
 
+    def cast(x: jax.Array, wire: LeafWire) -> jax.Array:
+        if wire.gather_dtype is None or x.dtype == wire.gather_dtype:
+            return x
+        return _cast_in_place(x, wire.gather_dtype) if cast_in_place else x.astype(wire.gather_dtype)
+
     def forward(xs):
-        cast_leaf = _cast_in_place if cast_in_place else lambda x, dtype: x if x.dtype == dtype else x.astype(dtype)
-        cast = [cast_leaf(x, dtype) for x, dtype in zip(xs, wire_dtypes, strict=True)]
         move = functools.partial(all_gather_buckets, gather=_all_gather, bucket_bytes=bucket_bytes)
-        return _apply_where_sharded(move, cast, dims, axes, specs)
+        return _apply_where_sharded(move, [cast(x, wire) for x, wire in zip(xs, wires, strict=True)], wires)
 
     # A derived backward pass would reduce the gradients in the dtype of the gather, so it is written out.
     def backward(_, cotangents):
         local_grads = [cotangents[i].astype(stored_dtypes[i]) for i in differentiable]
-        dims_and_specs = [dims[i] for i in differentiable], [specs[i] for i in differentiable]
-        reduce_axes = [axes[i] for i in differentiable]
-        grad_dtypes = None if scatter_dtypes is None else [scatter_dtypes[i] for i in differentiable]
-        sums = reduce_scatter(
-            local_grads, *dims_and_specs, axes=reduce_axes, dtypes=grad_dtypes, bucket_bytes=bucket_bytes
-        )
+        sums = reduce_scatter(local_grads, [wires[i] for i in differentiable], bucket_bytes=bucket_bytes)
         grads: list[jax.Array | None] = [None] * len(stored_dtypes)  # None is the zero cotangent of an integer leaf
         for i, grad in zip(differentiable, sums, strict=True):
             grads[i] = grad
@@ -81,59 +95,43 @@ def all_gather(
 
 
 def reduce_scatter(
-    leaves: Sequence[jax.Array],
-    dims: Sequence[int | None],
-    specs: Sequence[PartitionSpec],
-    *,
-    axes: Sequence[MeshAxes],
-    dtypes: Sequence[DTypeLike | None] | None = None,
-    bucket_bytes: int = SMALL_BUCKET_BYTES,
+    leaves: Sequence[jax.Array], wires: Sequence[LeafWire], *, bucket_bytes: int = SMALL_BUCKET_BYTES
 ) -> list[jax.Array]:
     """Sum local gradients over mesh axes, where each device keeps its shard; leaves with dim None stay local.
 
     Args:
       leaves: local gradients.
-      dims: the dim that each leaf is split on, or None.
-      specs: how each leaf is sharded over the tensor axis; this does not change.
-      axes: the mesh axis to sum each leaf over, or several axes that act as one.
-      dtypes: the dtype that each leaf is cast to before it is sent, or None to keep its own. Sums are returned in the
-        dtype of the leaf.
+      wires: how each leaf travels. Sums are returned in the dtype of the leaf.
       bucket_bytes: see `all_gather`.
     """
-    dtypes = dtypes or [None] * len(leaves)
-    cast_flags = [dim is not None and dtype is not None for dim, dtype in zip(dims, dtypes, strict=True)]
-    sent = [x.astype(dtype) if is_cast else x for x, dtype, is_cast in zip(leaves, dtypes, cast_flags, strict=True)]
-
-    as_bits = [
-        is_cast and x.dtype.itemsize == 2 and device_kind() == "cpu"
-        for x, is_cast in zip(sent, cast_flags, strict=True)
-    ]
-    for scatter, wants_bits in ((psum_scatter, False), (_reduce_scatter_bits, True)):
-        chosen_dims = [dim if bits is wants_bits else None for dim, bits in zip(dims, as_bits, strict=True)]
+    sent = [wire.scattered(x) for x, wire in zip(leaves, wires, strict=True)]
+    as_bits = [wire.sends_bits(x) for x, wire in zip(sent, wires, strict=True)]
+    for scatter, bits in ((psum_scatter, False), (_reduce_scatter_bits, True)):
+        chosen = [
+            wire if leaf_bits is bits else wire._replace(dim=None)
+            for wire, leaf_bits in zip(wires, as_bits, strict=True)
+        ]
         move = functools.partial(reduce_scatter_buckets, scatter=scatter, bucket_bytes=bucket_bytes)
-        sent = _apply_where_sharded(move, sent, chosen_dims, axes, specs)
+        sent = _apply_where_sharded(move, sent, chosen)
     return [x.astype(leaf.dtype) for x, leaf in zip(sent, leaves, strict=True)]
 
 
 def _apply_where_sharded(
     move: Callable[[list[jax.Array], list[int], MeshAxes], list[jax.Array]],
     leaves: Sequence[jax.Array],
-    dims: Sequence[int | None],
-    axes: Sequence[MeshAxes],
-    specs: Sequence[PartitionSpec],
+    wires: Sequence[LeafWire],
 ) -> list[jax.Array]:
     """Apply a collective to the leaves that have a dim, once for all leaves with the same axes; return the others as is."""
-    results, dim_of_leaf = list(leaves), {i: dim for i, dim in enumerate(dims) if dim is not None}
-    for leaf_axes in dict.fromkeys(axes[i] for i in dim_of_leaf):
-        same_axes_dims = {i: dim for i, dim in dim_of_leaf.items() if axes[i] == leaf_axes}
+    results = list(leaves)
+    sharded = {i: wire.dim for i, wire in enumerate(wires) if wire.dim is not None}
+    for axes in dict.fromkeys(wires[i].axes for i in sharded):
+        dims = {i: dim for i, dim in sharded.items() if wires[i].axes == axes}
 
-        def run(
-            xs: list[jax.Array], same_axes_dims: dict[int, int] = same_axes_dims, leaf_axes: MeshAxes = leaf_axes
-        ) -> list[jax.Array]:
-            return move(xs, list(same_axes_dims.values()), leaf_axes)
+        def run(xs: list[jax.Array], dims: dict[int, int] = dims, axes: MeshAxes = axes) -> list[jax.Array]:
+            return move(xs, list(dims.values()), axes)
 
-        moved = shard_by_shard(run, [leaves[i] for i in same_axes_dims], [specs[i] for i in same_axes_dims])
-        for i, x in zip(same_axes_dims, moved, strict=True):
+        moved = shard_by_shard(run, [leaves[i] for i in dims], [wires[i].tensor for i in dims])
+        for i, x in zip(dims, moved, strict=True):
             results[i] = x
     return results
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 
-from shardopt.core._errors import format_error
+from shardopt.core._errors import error_text
 from shardopt.core._types import PyTree
 
 
@@ -21,7 +21,7 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
-def check_count(caller: str, name: str, value: int, *, minimum: int = 1, allow_array: bool = False) -> None:
+def check_count(name: str, value: int, *, minimum: int = 1, allow_array: bool = False) -> None:
     """Raise an error unless `value` is an integer of at least `minimum`.
 
     With `allow_array`, a scalar integer `jax.Array` passes without a look at its value: `optax.inject_hyperparams` makes
@@ -34,23 +34,23 @@ def check_count(caller: str, name: str, value: int, *, minimum: int = 1, allow_a
     if allow_array and isinstance(value, jax.Array) and np.issubdtype(value.dtype, np.integer) and not value.ndim:
         return
     if not is_integer(value):
-        raise TypeError(f"{caller}: {name} must be an integer, got {value!r} ({type(value).__name__}).")
+        raise TypeError(error_text(f"{name} must be an integer, got {value!r} ({type(value).__name__})."))
     if value < minimum:
-        raise ValueError(f"{caller}: {name} must be at least {minimum}, got {value}.")
+        raise ValueError(error_text(f"{name} must be at least {minimum}, got {value}."))
 
 
-def check_is_number(caller: str, name: str, value: float) -> None:
+def check_is_number(name: str, value: float) -> None:
     """Raise an error unless `value` is a real number.
 
     Raises:
       TypeError: if it has another type.
     """
     if not is_number(value):
-        raise TypeError(f"{caller}: {name} must be a number, got {value!r} ({type(value).__name__}).")
+        raise TypeError(error_text(f"{name} must be a number, got {value!r} ({type(value).__name__})."))
 
 
 def check_number(
-    caller: str, name: str, value: float, *, minimum: float = 0.0, below: float = math.inf, positive: bool = False
+    name: str, value: float, *, minimum: float = 0.0, below: float = math.inf, positive: bool = False
 ) -> None:
     """Raise an error unless `value` is a finite number in [minimum, below), and above 0 if `positive`.
 
@@ -58,18 +58,16 @@ def check_number(
       TypeError: if it has another type.
       ValueError: if it is out of range.
     """
-    check_is_number(caller, name, value)
+    check_is_number(name, value)
     if math.isfinite(value) and minimum <= value < below and (value > 0 or not positive):
         return
     allowed_range = "above 0" if positive else f"at least {minimum:g}"
     if below != math.inf:
         allowed_range += f" and below {below:g}"
-    raise ValueError(f"{caller}: {name} must be finite, {allowed_range}; got {value}.")
+    raise ValueError(error_text(f"{name} must be finite, {allowed_range}; got {value}."))
 
 
-def check_transformation(
-    caller: str, name: str, tx: optax.GradientTransformation
-) -> optax.GradientTransformationExtraArgs:
+def check_transformation(name: str, tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Return an optax transformation in the form that takes extra arguments.
 
     Raises:
@@ -78,13 +76,11 @@ def check_transformation(
     if isinstance(tx, type) or not all(callable(getattr(tx, method, None)) for method in ("init", "update")):
         fix = "pass a transformation such as optax.adamw(1e-3), called, not the function itself."
         tx_name = getattr(tx, "__name__", type(tx).__name__)
-        raise TypeError(
-            format_error(caller, f"{name} must be an optax.GradientTransformation, got {tx_name}.", fix=fix)
-        )
+        raise TypeError(error_text(f"{name} must be an optax.GradientTransformation, got {tx_name}.", fix=fix))
     return optax.with_extra_args_support(tx)
 
 
-def check_params(caller: str, params: PyTree | None) -> PyTree:
+def check_params(params: PyTree | None) -> PyTree:
     """Return the parameters that were passed to `update` of a transformation.
 
     Raises:
@@ -92,5 +88,5 @@ def check_params(caller: str, params: PyTree | None) -> PyTree:
     """
     if params is None:
         fix = "call update(grads, state, params)."
-        raise ValueError(format_error(caller, "update needs the parameters.", fix=fix))
+        raise ValueError(error_text("update needs the parameters.", fix=fix))
     return params

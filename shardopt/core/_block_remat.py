@@ -2,23 +2,21 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
+from jax.extend.core import Primitive
 
-from shardopt.core._errors import format_error, plural
-from shardopt.core._jaxprs import equations
+from shardopt.core._errors import calling, error_text, format_error, plural
+from shardopt.trace._marks import BLOCK_INPUT, named_values, value_name
 
 T = TypeVar("T")
 Policy = Callable[..., Any]
 Remat = str | Policy | None
 """None, "full", "save:NAME,...", "offload:NAME,...", "offload" or a `jax.checkpoint` policy; see `BlockModel`."""
-INPUT = "shardopt_block_input"
-"""The checkpoint name of the input of a block."""
 
 
 class Named(NamedTuple):
@@ -33,7 +31,7 @@ class Named(NamedTuple):
     offload: bool
 
 
-def read_remat(caller: str, remat: Remat) -> Named | Policy | Literal["full"] | None:
+def read_remat(remat: Remat) -> Named | Policy | Literal["full"] | None:
     """Return a `BlockModel.remat` in parsed form.
 
     Raises:
@@ -44,23 +42,24 @@ def read_remat(caller: str, remat: Remat) -> Named | Policy | Literal["full"] | 
     if remat == "full":
         return "full"
     if remat == "offload":
-        return Named((INPUT,), offload=True)
+        return Named((BLOCK_INPUT,), offload=True)
     kind, _, names = remat.partition(":") if isinstance(remat, str) else ("", "", "")
     value_names = tuple(name.strip() for name in names.split(","))
     if kind in ("save", "offload") and all(value_names):
         return Named(tuple(dict.fromkeys(value_names)), offload=kind == "offload")
     forms = "None, 'full', 'save:NAME,...', 'offload', 'offload:NAME,...' or a jax.checkpoint policy"
     fix = "write such as remat='save:qkv,attention'; policies are in jax.checkpoint_policies."
-    raise ValueError(format_error(caller, f"BlockModel.remat must be {forms}, got {remat!r}.", fix=fix))
+    raise ValueError(error_text(f"BlockModel.remat must be {forms}, got {remat!r}.", fix=fix))
 
 
+@calling("BlockModel")
 def checkpointed(remat: Remat, f: Callable[..., T]) -> Callable[..., T]:
     """Return `f` with a backward pass that follows `remat`; the last argument of `f` is the input of a block.
 
     Raises:
       ValueError: by a call, if `remat` names a value that `f` does not have.
     """
-    parsed_remat = read_remat("BlockModel", remat)
+    parsed_remat = read_remat(remat)
     if parsed_remat is None:
         return f
     # prevent_cse inserts a barrier that waits for all gathered weights. Blocks do not need it: they run in a scan, where
@@ -72,7 +71,7 @@ def checkpointed(remat: Remat, f: Callable[..., T]) -> Callable[..., T]:
     def named(*args: Any) -> T:
         return f(*args[:-1], jax.tree.map(_as_input, args[-1]))
 
-    f_named = named if INPUT in parsed_remat.names else f
+    f_named = named if BLOCK_INPUT in parsed_remat.names else f
 
     def run(*args: Any) -> T:
         values = named_values(jax.make_jaxpr(f_named)(*args))
@@ -80,15 +79,6 @@ def checkpointed(remat: Remat, f: Callable[..., T]) -> Callable[..., T]:
         return checkpoint(f_named, policy=_policy(parsed_remat, values))(*args)
 
     return run
-
-
-def named_values(jaxpr: ClosedJaxpr | Jaxpr) -> dict[str, list[ShapedArray]]:
-    """Return name -> named values, in the order of the trace; values in called jaxprs are included."""
-    values_by_name: dict[str, list[ShapedArray]] = {}
-    for eqn in equations(jaxpr):
-        if eqn.primitive.name == "name":
-            values_by_name.setdefault(eqn.params["name"], []).append(cast(ShapedArray, eqn.outvars[0].aval))
-    return values_by_name
 
 
 def _policy(named: Named, values: Mapping[str, Sequence[ShapedArray]]) -> Policy:
@@ -104,14 +94,15 @@ def _policy(named: Named, values: Mapping[str, Sequence[ShapedArray]]) -> Policy
 
     # XLA:TPU fails to offload the small second result of a kernel (one number per row), so it stays on the device.
     def policy(primitive: Primitive, *avals: ShapedArray, **params: Any) -> Any:
-        small = primitive.name == "name" and 8 * _nbytes(avals[0]) < largest.get(params["name"], 0)
+        name = value_name(primitive, params)
+        small = name is not None and 8 * _nbytes(avals[0]) < largest.get(name, 0)
         return small or offload(primitive, *avals, **params)
 
     return policy
 
 
 def _as_input(x: jax.Array) -> jax.Array:
-    return checkpoint_name(x, INPUT) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else x
+    return checkpoint_name(x, BLOCK_INPUT) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else x
 
 
 def _nbytes(value: ShapedArray) -> int:

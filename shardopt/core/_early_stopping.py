@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shardopt.core._arguments import check_count, check_number
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, error_text
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,18 @@ class EarlyStopping:
     min_delta: float = 0.0
     mode: str = "min"
 
+    @calling("EarlyStopping")
     def __post_init__(self):
-        caller = "EarlyStopping"
         if not isinstance(self.metric, str):
-            raise TypeError(f"{caller}: metric must be the name of a metric, got {type(self.metric).__name__}.")
+            raise TypeError(error_text(f"metric must be the name of a metric, got {type(self.metric).__name__}."))
         if not isinstance(self.mode, str):
-            raise TypeError(f"{caller}: mode must be 'min' or 'max', got {self.mode!r}.")
+            raise TypeError(error_text(f"mode must be 'min' or 'max', got {self.mode!r}."))
         if not self.metric:
-            raise ValueError(f"{caller}: metric must not be empty.")
-        check_count(caller, "patience", self.patience)
-        check_number(caller, "min_delta", self.min_delta)
+            raise ValueError(error_text("metric must not be empty."))
+        check_count("patience", self.patience)
+        check_number("min_delta", self.min_delta)
         if self.mode not in ("min", "max"):
-            raise ValueError(f"{caller}: mode must be 'min' or 'max', got {self.mode!r}.")
+            raise ValueError(error_text(f"mode must be 'min' or 'max', got {self.mode!r}."))
 
 
 class StoppingState(NamedTuple):
@@ -91,7 +91,7 @@ def best(rule: EarlyStopping | None, state: StoppingState) -> dict[str, float] |
     return {"step": state.best_step, rule.metric: state.best}
 
 
-def check_metric(rule: EarlyStopping | None, known: Collection[str], caller: str = "fit") -> None:
+def check_metric(rule: EarlyStopping | None, known: Collection[str] = "fit") -> None:
     """Raise an error if the run does not report the metric of the rule.
 
     Raises:
@@ -100,7 +100,7 @@ def check_metric(rule: EarlyStopping | None, known: Collection[str], caller: str
     if rule is not None and rule.metric not in known:
         problem = f"early_stopping watches {rule.metric!r}, which is not among the metrics of this run:"
         fix = "watch one of these, or return it from evaluate and give evaluate_every."
-        raise ValueError(format_error(caller, problem, sorted(known), fix))
+        raise ValueError(error_text(problem, sorted(known), fix))
 
 
 def to_json(rule: EarlyStopping, state: StoppingState) -> dict[str, Any]:

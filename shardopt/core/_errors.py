@@ -1,8 +1,52 @@
 """Error classes, and one format for messages: the function, the problem, every offending leaf, the fix."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar, Token
+from typing import Any, TypeVar, cast
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 MAX_LISTED = 8
+
+_CALLER: ContextVar[str] = ContextVar("caller", default="shardopt")
+
+
+class calling:  # noqa: N801, because it reads as a verb, like contextlib.suppress
+    """Name the function that the user called, in a `with` block or as a decorator; messages begin with this name.
+
+    A new thread has no name: set it there again. Do not decorate a generator, whose body runs after the call.
+
+    Example:
+      >>> @calling("fsdp")
+      ... def fsdp(micro_batches):
+      ...     if micro_batches < 1:
+      ...         raise ValueError(error_text(f"micro_batches must be at least 1, got {micro_batches}."))
+      >>> fsdp(0)
+      Traceback (most recent call last):
+      ...
+      ValueError: fsdp: micro_batches must be at least 1, got 0.
+    """
+
+    def __init__(self, caller: str):
+        self._caller = caller
+
+    def __enter__(self) -> None:
+        self._token: Token[str] = _CALLER.set(self._caller)
+
+    def __exit__(self, *_: object) -> None:
+        _CALLER.reset(self._token)
+
+    def __call__(self, function: Function) -> Function:
+        """Return a function that runs under this name."""
+        caller = self._caller
+
+        @functools.wraps(function)
+        def named(*args: Any, **kwargs: Any) -> Any:
+            with calling(caller):
+                return function(*args, **kwargs)
+
+        return cast(Function, named)
 
 
 class NonFiniteLossError(FloatingPointError):
@@ -55,6 +99,11 @@ def format_error(caller: str, problem: str, offenders: Sequence[str] = (), fix: 
     if fix:
         lines.append(f"Fix: {fix}")
     return "\n".join(lines)
+
+
+def error_text(problem: str, offenders: Sequence[str] = (), fix: str = "") -> str:
+    """Return the message of `format_error` for the function that the user called, which `calling` names."""
+    return format_error(_CALLER.get(), problem, offenders, fix)
 
 
 def plural(count: int, noun: str) -> str:

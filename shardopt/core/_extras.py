@@ -2,7 +2,7 @@
 
 import importlib.util
 
-from shardopt.core._errors import format_error
+from shardopt.core._errors import error_text
 
 
 def is_installed(module: str) -> bool:
@@ -13,19 +13,20 @@ def is_installed(module: str) -> bool:
         return False
 
 
-def require(module: str, *, extra: str, caller: str) -> None:
+def require(module: str, *, extra: str) -> None:
     """Raise an error unless a package of an extra is installed; called before that package is imported.
 
     Args:
       module: the import name of the package, such as "matplotlib".
       extra: the extra of shardopt that installs the package, such as "plot".
-      caller: the public function that needs it, for the message.
 
     Raises:
       ModuleNotFoundError: if the package is not installed; the message names the extra.
 
     Example:
-      >>> require("no_such_package", extra="plot", caller="plot_plans")
+      >>> from shardopt.core._errors import calling
+      >>> with calling("plot_plans"):
+      ...     require("no_such_package", extra="plot")
       Traceback (most recent call last):
       ...
       ModuleNotFoundError: plot_plans: no_such_package is needed, which is not installed.
@@ -33,4 +34,4 @@ def require(module: str, *, extra: str, caller: str) -> None:
     """
     if not is_installed(module):
         problem = f"{module} is needed, which is not installed."
-        raise ModuleNotFoundError(format_error(caller, problem, fix=f"pip install 'shardopt[{extra}]'"), name=module)
+        raise ModuleNotFoundError(error_text(problem, fix=f"pip install 'shardopt[{extra}]'"), name=module)

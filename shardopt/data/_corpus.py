@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, format_error
 from shardopt.core._extras import require
 
 if TYPE_CHECKING:
@@ -206,6 +206,7 @@ def _cut(corpus: Corpus, validation: float) -> int:
     return nearest if near_enough else wanted
 
 
+@calling("data.batches")
 def batches(windows: Windows, batch_size: int, *, seed: int = 0) -> "grain.IterDataset":
     """Return endless shuffled batches, `{"tokens": int32 [batch_size, length + 1]}`.
 
@@ -229,7 +230,7 @@ def batches(windows: Windows, batch_size: int, *, seed: int = 0) -> "grain.IterD
       >>> next(iterator)["tokens"].shape, iterator.get_state()
       ((4, 129), {'next_index': 1})
     """
-    require("grain", extra="data", caller="data.batches")
+    require("grain", extra="data")
     import grain
 
     if batch_size < 1:

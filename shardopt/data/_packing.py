@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, format_error
 from shardopt.core._extras import require
 from shardopt.data._corpus import Batch, Corpus, Documents
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _NO_TARGET = -1
 
 
+@calling("pack")
 def pack(
     documents: "Corpus | Iterable[ArrayLike] | grain.MapDataset | grain.IterDataset",
     length: int,
@@ -76,12 +77,13 @@ def pack(
       Algorithms", 1974; Krell, Kosec, Perez and Fitzgibbon, "Efficient Sequence Packing without Cross-contamination",
       2021; grain.experimental.FirstFitPackIterDataset.
     """
-    require("grain", extra="data", caller="data.pack")
+    with calling("data.pack"):
+        require("grain", extra="data")
     import grain
     from grain import experimental
 
-    check_count("pack", "length", length, minimum=1)
-    check_count("pack", "open_rows", open_rows, minimum=1)
+    check_count("length", length, minimum=1)
+    check_count("open_rows", open_rows, minimum=1)
 
     class Cut(experimental.FlatMapTransform):
         def flat_map(self, element: ArrayLike) -> list[Batch]:

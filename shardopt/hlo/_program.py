@@ -1,6 +1,7 @@
 """Read a compiled program: its collectives, its memory, the inputs that it overwrites, and its flops."""
 
 import functools
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -10,7 +11,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.stages import Compiled, Lowered
 
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, error_text, format_error
+from shardopt.core._tracebacks import api_boundary
 from shardopt.core._types import PyTree, leaves_with_paths
 from shardopt.hlo._collective import Collective, read_collective
 from shardopt.hlo._hlo_text import Instruction, Module, arrays, attributes, nbytes, operands, parse, tiled_nbytes
@@ -37,6 +39,8 @@ class CanLower(Protocol):
         ...
 
 
+@api_boundary
+@calling("audit")
 def audit(
     program: CanLower | Lowered | Compiled | str,
     *args: PyTree,
@@ -87,8 +91,8 @@ def audit(
     if schedule is not None and not isinstance(schedule, HasTicks):
         fix = "pass opt.config.schedule, or one of so.schedules made for these stages and micro-batches."
         raise TypeError(format_error("audit", f"schedule must be a Schedule, got {schedule!r}.", fix=fix))
-    parsed = read_program("audit", program, args, mesh=mesh)
-    check_schedule("audit", parsed.module, schedule)
+    parsed = read_program(program, args, mesh=mesh)
+    check_schedule(parsed.module, schedule)
     name = parsed.module.header.removeprefix("HloModule").split(",")[0].strip()
     collectives = (parsed.collective(site) for site in collectives_of(parsed.module, schedule))
     return Audit(tuple(collective for collective in collectives if collective is not None), parsed.sizes, name)
@@ -121,14 +125,13 @@ class Program(NamedTuple):
 
 
 def read_program(
-    caller: str,
     program: CanLower | Lowered | Compiled | str,
     args: tuple[PyTree, ...],
     *,
     mesh: Mesh | AbstractMesh | Mapping[str, int] | None,
 ) -> Program:
     """Compile and parse a program, and find its mesh. Arguments and errors are the same as in `audit`."""
-    text, compiled = _compiled_text(caller, program, args)
+    text, compiled = _compiled_text(program, args)
     module = parse(text)
     replicas, partitions = (
         _header_count(module.header, attribute) for attribute in ("replica_count", "num_partitions")
@@ -138,37 +141,42 @@ def read_program(
         problem = (
             f"cannot tell the mesh of this program on {replicas * partitions} devices, none of its inputs has one."
         )
-        raise ValueError(format_error(caller, problem, fix="pass mesh=, the mesh it was compiled for."))
+        raise ValueError(error_text(problem, fix="pass mesh=, the mesh it was compiled for."))
     sizes = dict(known_mesh.shape if isinstance(known_mesh, Mesh | AbstractMesh) else known_mesh or {})
-    slices = _check_devices(caller, sizes, replicas * partitions, several_slices=MEGASCALE in text)
-    _check_order(caller, mesh, compiled)
+    slices = _check_devices(sizes, replicas * partitions, several_slices=MEGASCALE in text)
+    _check_order(mesh, compiled)
     devices = tuple(known_mesh.devices.flat) if isinstance(known_mesh, Mesh) else ()
     return Program(text, module, sizes, replicas, partitions, slices, devices)
 
 
 def _compiled_text(
-    caller: str, program: CanLower | Lowered | Compiled | str, args: tuple[PyTree, ...]
+    program: CanLower | Lowered | Compiled | str, args: tuple[PyTree, ...]
 ) -> tuple[str, Compiled | None]:
     if not isinstance(program, str | Lowered | Compiled) and hasattr(program, "lower"):
+        try:
+            inspect.signature(program.lower).bind(*args)
+        except TypeError as error:
+            fix = "pass the arguments of the function too: so.audit(opt.step, state, batch)."
+            raise TypeError(error_text(f"{error}.", fix=fix)) from None
         program = program.lower(*args)
-        _check_placed(caller, program, args)
-    elif args:
+        _check_placed(program, args)
+    elif args and isinstance(program, str | Lowered | Compiled):
         problem = f"arguments belong to a function, not to a {type(program).__name__}, which is lowered already."
-        raise TypeError(format_error(caller, problem, fix="leave them out."))
+        raise TypeError(error_text(problem, fix="leave them out."))
     if isinstance(program, str):
         return program, None
     compiled = program.compile() if isinstance(program, Lowered) else program
     if not isinstance(compiled, Compiled):
         problem = f"cannot audit a {type(compiled).__name__}."
-        fix = "pass a jitted function with its arguments, a Lowered, a Compiled, or HLO text."
-        raise TypeError(format_error(caller, problem, fix=fix))
+        fix = "pass a jitted function with its arguments, such as opt.step, a Lowered, a Compiled, or HLO text."
+        raise TypeError(error_text(problem, fix=fix))
     text = compiled.as_text()
     if text is None:
-        raise ValueError(format_error(caller, "this backend does not give the text of its compiled programs."))
+        raise ValueError(error_text("this backend does not give the text of its compiled programs."))
     return text, compiled
 
 
-def _check_placed(caller: str, lowered: Lowered, args: tuple[PyTree, ...]) -> None:
+def _check_placed(lowered: Lowered, args: tuple[PyTree, ...]) -> None:
     """Raise an error for abstract arguments without shardings: jax compiles for one device, without collectives."""
     leaves = leaves_with_paths(args)
     unplaced = [
@@ -187,7 +195,7 @@ def _check_placed(caller: str, lowered: Lowered, args: tuple[PyTree, ...]) -> No
             "pass jax.ShapeDtypeStruct(shape, dtype, sharding=...), as in opt.abstract_state(); or jitted.lower(...), if "
             "one device is meant."
         )
-        raise ValueError(format_error(caller, problem, unplaced, fix))
+        raise ValueError(error_text(problem, unplaced, fix))
 
 
 def _header_count(header: str, attribute: str) -> int:
@@ -202,7 +210,7 @@ def _known_mesh(compiled: Compiled | None, args: tuple[PyTree, ...]) -> Mesh | A
     return next((sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)), None)
 
 
-def _check_devices(caller: str, sizes: dict[str, int], devices: int, *, several_slices: bool) -> int:
+def _check_devices(sizes: dict[str, int], devices: int, *, several_slices: bool) -> int:
     """Return the number of slices, which are parts of the mesh's outermost axis; raise an error for another mesh."""
     total = math.prod(sizes.values())
     slices = 1
@@ -212,15 +220,15 @@ def _check_devices(caller: str, sizes: dict[str, int], devices: int, *, several_
         if total % devices or slices < 2 or outermost % slices:
             problem = f"the program runs on {devices} devices of each of several slices, and the mesh has {sizes}."
             fix = "pass the mesh of all slices, whose outermost axis spans them."
-            raise ValueError(format_error(caller, problem, fix=fix))
+            raise ValueError(error_text(problem, fix=fix))
     if sizes and total != devices * slices:
         listed = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         problem = f"the mesh ({listed}) has {total} devices, the program {devices}."
-        raise ValueError(format_error(caller, problem, fix="pass the mesh that the program was compiled for."))
+        raise ValueError(error_text(problem, fix="pass the mesh that the program was compiled for."))
     return slices
 
 
-def _check_order(caller: str, mesh: object, compiled: Compiled | None) -> None:
+def _check_order(mesh: object, compiled: Compiled | None) -> None:
     """Raise an error if the mesh has another device order: ids in a program are positions in the program's order."""
     if not isinstance(mesh, Mesh) or compiled is None:
         return
@@ -230,7 +238,7 @@ def _check_order(caller: str, mesh: object, compiled: Compiled | None) -> None:
     mesh_order = [device.id for device in mesh.devices.flat]
     if program_order and program_order != mesh_order and sorted(program_order) == sorted(mesh_order):
         problem = f"the mesh lists its devices as {mesh_order}, the program was compiled for the order {program_order}."
-        raise ValueError(format_error(caller, problem, fix="pass the mesh that the program was compiled for."))
+        raise ValueError(error_text(problem, fix="pass the mesh that the program was compiled for."))
 
 
 class Memory(NamedTuple):
@@ -315,6 +323,7 @@ _INDEX = re.compile(r"/\*index=\d+\*/")
 _ALIAS = re.compile(r"\{(\d*)[\d,\s]*\}: \((\d+),")
 
 
+@calling("inner_product_flops")
 def inner_product_flops(program: Compiled | str, *, schedule: HasTicks | None = None) -> float | None:
     """Return the multiplications and additions in inner products of one device in one execution of a program.
 
@@ -343,7 +352,7 @@ def inner_product_flops(program: Compiled | str, *, schedule: HasTicks | None = 
       as their most expensive one. `compiled.cost_analysis()` counts each loop once.
     """
     module = parse(_text(program))
-    check_schedule("inner_product_flops", module, schedule)
+    check_schedule(module, schedule)
     # the outermost loop over the ticks belongs to the schedule; loops inside it are counted without the schedule
     flops = functools.cache(lambda name, inside: _computation(module, name, flops, None if inside else schedule))
     total = flops(module.entry, False).total

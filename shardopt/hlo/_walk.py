@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from shardopt.core._errors import format_error
+from shardopt.core._errors import error_text
 from shardopt.hlo._hlo_text import Instruction, Module, attributes, operands
 
 KINDS = (
@@ -82,7 +82,7 @@ def times_taken(trip_count: int, schedule: HasTicks | None) -> int:
     return schedule.num_micro_batches * schedule.num_chunks
 
 
-def check_schedule(caller: str, module: Module, schedule: HasTicks | None) -> None:
+def check_schedule(module: Module, schedule: HasTicks | None) -> None:
     """Raise an error if no loop of the program can be the loop over the schedule's ticks."""
     if schedule is None or schedule.num_ticks == 1:  # XLA removes a loop of one iteration
         return
@@ -99,7 +99,7 @@ def check_schedule(caller: str, module: Module, schedule: HasTicks | None) -> No
     description = f"its loops turn {', '.join(listed)} times" if trip_counts else "it has no loop"
     problem = f"the schedule has {schedule.num_ticks} ticks, and no loop of the program turns so often: {description}."
     fix = "pass the schedule that the program was made with, such as opt.config.schedule, or none."
-    raise ValueError(format_error(caller, problem, fix=fix))
+    raise ValueError(error_text(problem, fix=fix))
 
 
 def _with_scheduled_count(site: CollectiveSite, schedule: HasTicks) -> CollectiveSite:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from shardopt.core._block_model import LossFn, call
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, format_error
 from shardopt.core._extras import require
 from shardopt.core._types import PyTree, Updated, Weighted, leaves_with_paths
 
@@ -30,6 +30,7 @@ class NnxLoss(NamedTuple):
     frozen: tuple[str, ...]
 
 
+@calling(CALLER)
 def nnx(model: Any, loss: Callable[..., Any], *, wrt: Any = None) -> NnxLoss:
     """Return the parameters and the pure loss of a flax nnx module.
 
@@ -77,7 +78,7 @@ def nnx(model: Any, loss: Callable[..., Any], *, wrt: Any = None) -> NnxLoss:
     References:
       Heek et al., "Flax: A neural network library and ecosystem for JAX", 2024.
     """
-    require("flax", extra="flax", caller=CALLER)
+    require("flax", extra="flax")
     from flax import nnx as flax
 
     is_module = isinstance(model, flax.Module)

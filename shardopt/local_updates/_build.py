@@ -2,13 +2,14 @@
 
 import numpy as np
 
+from shardopt.config._check import check_optimizer
+from shardopt.config._sync import SyncConfig
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import format_error
-from shardopt.engine._build import build
-from shardopt.engine._config import SyncConfig, check_optimizer
-from shardopt.engine._optimizer import ShardedOptimizer
+from shardopt.core._errors import calling, error_text
 from shardopt.local_updates._step import compile_local_step
 from shardopt.reducers._reducer import check_reducer
+from shardopt.step._build import build
+from shardopt.step._optimizer import ShardedOptimizer
 
 
 def combine(caller: str, strategy: ShardedOptimizer, sync: SyncConfig) -> ShardedOptimizer:
@@ -18,13 +19,14 @@ def combine(caller: str, strategy: ShardedOptimizer, sync: SyncConfig) -> Sharde
       TypeError: if an argument is of the wrong kind.
       ValueError: if a number is out of range, or the strategy does not support independent replicas.
     """
-    check_sync(caller, sync)
-    check_strategy(caller, strategy, sync)
+    with calling(caller):
+        check_sync(sync)
+        check_strategy(strategy, sync)
     config = strategy.config._replace(strategy=caller, local_updates=sync._replace(mix=float(sync.mix)))
     return build(config, compile_local_step)
 
 
-def check_strategy(caller: str, strategy: ShardedOptimizer, sync: SyncConfig) -> None:
+def check_strategy(strategy: ShardedOptimizer, sync: SyncConfig) -> None:
     """Check that this is a synchronous strategy on a mesh of several replicas.
 
     Raises:
@@ -34,44 +36,41 @@ def check_strategy(caller: str, strategy: ShardedOptimizer, sync: SyncConfig) ->
     if not isinstance(strategy, ShardedOptimizer) or strategy.config.local_updates is not None:
         strategy_name = strategy.config.strategy if isinstance(strategy, ShardedOptimizer) else type(strategy).__name__
         problem = f"strategy must be a synchronous one, got {strategy_name}."
-        raise TypeError(
-            format_error(caller, problem, fix="pass so.ddp(...), so.zero(...), so.fsdp(...) or so.hybrid(...).")
-        )
+        raise TypeError(error_text(problem, fix="pass so.ddp(...), so.zero(...), so.fsdp(...) or so.hybrid(...)."))
     if strategy.config.mesh.shape.get("replica", 1) < 2:
         problem = f"the mesh of the strategy has axes {dict(strategy.mesh.shape)}, and no replica axis above 1."
-        raise ValueError(format_error(caller, problem, fix="make the mesh with so.make_mesh(replica=...)."))
-    if sync.warmup_steps and strategy.config.reducer is not None:
+        raise ValueError(error_text(problem, fix="make the mesh with so.make_mesh(replica=...)."))
+    if sync.warmup_steps and strategy.config.wire.reducer is not None:
         problem = "warm-up steps average gradients over replicas exactly, which a strategy with a reducer of its own does not."
-        raise ValueError(format_error(caller, problem, fix="use warmup_steps=0, or a strategy without a reducer."))
+        raise ValueError(error_text(problem, fix="use warmup_steps=0, or a strategy without a reducer."))
 
 
-def check_sync(caller: str, sync: SyncConfig) -> None:
+def check_sync(sync: SyncConfig) -> None:
     """Check the types and ranges of a `SyncConfig`, and that its numbers fit together.
 
     Raises:
       TypeError: if a count is not an integer, the mix not a number, or the outer optimizer or the reducer not of its type.
       ValueError: if a number is out of range, fragments do not divide `sync_every`, or the delay is too long.
     """
-    check_optimizer(caller, sync.outer)
+    check_optimizer(sync.outer)
     if sync.reducer is not None:
-        check_reducer(caller, sync.reducer)
-    check_count(caller, "sync_every", sync.sync_every, minimum=1)
-    check_count(caller, "warmup_steps", sync.warmup_steps, minimum=0)
-    check_count(caller, "fragments", sync.fragments, minimum=1)
-    check_count(caller, "delay", sync.delay, minimum=0)
+        check_reducer(sync.reducer)
+    check_count("sync_every", sync.sync_every, minimum=1)
+    check_count("warmup_steps", sync.warmup_steps, minimum=0)
+    check_count("fragments", sync.fragments, minimum=1)
+    check_count("delay", sync.delay, minimum=0)
     every, fragments = sync.sync_every, sync.fragments
     if every % fragments:
         problem = f"sync_every={every} is not divisible by fragments={fragments}, remainder {every % fragments}."
         multiples = sorted({max(every // fragments, 1) * fragments, (every // fragments + 1) * fragments})
-        raise ValueError(format_error(caller, problem, fix=f"use sync_every={' or '.join(map(str, multiples))}."))
-    check_delay_and_mix(caller, sync.delay, sync.mix, every // fragments, every="sync_every", verb="sync")
+        raise ValueError(error_text(problem, fix=f"use sync_every={' or '.join(map(str, multiples))}."))
+    check_delay_and_mix(sync.delay, sync.mix, every // fragments, every="sync_every", verb="sync")
 
 
-def check_delay_and_mix(caller: str, delay: int, mix: float, stride: int, *, every: str, verb: str) -> None:
+def check_delay_and_mix(delay: int, mix: float, stride: int, *, every: str, verb: str) -> None:
     """Check that the delay is shorter than the steps between two fragments, and that the mix is between 0 and 1.
 
     Args:
-      caller: the caller.
       delay: the number of steps between sending and applying a fragment, an integer.
       mix: the fraction of its own parameters that a replica keeps.
       stride: the number of steps between two fragments.
@@ -84,10 +83,8 @@ def check_delay_and_mix(caller: str, delay: int, mix: float, stride: int, *, eve
     """
     if delay >= stride:
         problem = f"delay={delay} must be below {every} / fragments = {stride}: the next fragment is sent then."
-        raise ValueError(
-            format_error(caller, problem, fix=f"use a delay of at most {stride - 1}, or {verb} less often.")
-        )
+        raise ValueError(error_text(problem, fix=f"use a delay of at most {stride - 1}, or {verb} less often."))
     if isinstance(mix, bool) or not isinstance(mix, int | float | np.integer | np.floating):
-        raise TypeError(f"{caller}: mix must be a number, got {mix!r} ({type(mix).__name__}).")
+        raise TypeError(error_text(f"mix must be a number, got {mix!r} ({type(mix).__name__})."))
     if not 0 <= mix <= 1:
-        raise ValueError(f"{caller}: mix must be between 0 and 1, got {mix}.")
+        raise ValueError(error_text(f"mix must be between 0 and 1, got {mix}."))

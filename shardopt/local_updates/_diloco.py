@@ -2,12 +2,14 @@
 
 import optax
 
-from shardopt.engine._config import SyncConfig
-from shardopt.engine._optimizer import ShardedOptimizer
+from shardopt.config._sync import SyncConfig
+from shardopt.core._tracebacks import api_boundary
 from shardopt.local_updates._build import combine
 from shardopt.reducers import Reducer
+from shardopt.step._optimizer import ShardedOptimizer
 
 
+@api_boundary
 def diloco(
     strategy: ShardedOptimizer,
     *,

@@ -2,11 +2,13 @@
 
 import optax
 
-from shardopt.engine._config import SyncConfig
-from shardopt.engine._optimizer import ShardedOptimizer
+from shardopt.config._sync import SyncConfig
+from shardopt.core._tracebacks import api_boundary
 from shardopt.local_updates._build import combine
+from shardopt.step._optimizer import ShardedOptimizer
 
 
+@api_boundary
 def local_sgd(strategy: ShardedOptimizer, *, sync_every: int, warmup_steps: int = 0) -> ShardedOptimizer:
     """Train each replica of a strategy independently, and average parameters every `sync_every` steps.
 

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import optax
 
 from shardopt.collectives import all_reduce, per_device
+from shardopt.config._compression import compress_mean, manual_specs
+from shardopt.config._config import StrategyConfig
+from shardopt.config._layout import Layout, shardings
 from shardopt.core._types import PyTree, wide_dtype
-from shardopt.engine._compression import compress_mean, manual_specs
-from shardopt.engine._config import StrategyConfig
-from shardopt.engine._layout import Layout, shardings
 from shardopt.local_updates._state import (
     REPLICA,
     Fragment,

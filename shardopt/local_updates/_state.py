@@ -10,16 +10,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from shardopt.core._types import PyTree, TrainState
-from shardopt.engine._compression import (
+from shardopt.config._compression import (
     CompressedOptState,
     CompressionPlan,
     compression_plan,
     compression_specs,
     init_compression,
 )
-from shardopt.engine._config import StrategyConfig, SyncConfig
-from shardopt.engine._layout import Layout
+from shardopt.config._config import StrategyConfig
+from shardopt.config._layout import Layout
+from shardopt.config._sync import SyncConfig
+from shardopt.core._types import PyTree, TrainState
 from shardopt.partition import LeafPlan, shard_axes, state_specs
 
 REPLICA = "replica"
@@ -240,7 +241,7 @@ def _outer_specs(config: StrategyConfig, state: PyTree, plans: list[LeafPlan]) -
         sharded=config.placement.params,
         axes=shard_axes(config.mesh.shape),
         sizes=config.mesh_shape,
-        min_shard_elements=config.min_shard_elements,
+        min_shard_elements=config.layout.min_shard_elements,
     )
 
 

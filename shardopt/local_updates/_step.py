@@ -9,18 +9,11 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
+from shardopt.config._config import StrategyConfig
+from shardopt.config._layout import Layout, shardings
+from shardopt.config._sync import SyncConfig
 from shardopt.core._errors import format_error
-from shardopt.core._types import Max, Min, PyTree, Sum, TrainState
-from shardopt.engine._aliases import DonatedState
-from shardopt.engine._compile import AotCompiled, make_program
-from shardopt.engine._config import StrategyConfig, SyncConfig
-from shardopt.engine._gradients import make_gradients
-from shardopt.engine._inputs import copied
-from shardopt.engine._layout import Layout, shardings
-from shardopt.engine._metrics import combined, value_of, values
-from shardopt.engine._optimizer import Metrics
-from shardopt.engine._step import CompiledStep, compile_evaluate, init_opt_state
-from shardopt.engine._update import all_gather_params, apply_update, gradient_norm
+from shardopt.core._types import Max, Metric, Min, PyTree, Sum, TrainState
 from shardopt.local_updates._outer_step import OuterStep, average, average_updated, unstack_equal_replicas
 from shardopt.local_updates._state import (
     REPLICA,
@@ -32,6 +25,14 @@ from shardopt.local_updates._state import (
     first_opt_state,
     make_local_layout,
 )
+from shardopt.losses._metrics import combined, value_of, values
+from shardopt.step._aliases import DonatedState
+from shardopt.step._compile import AotCompiled, make_program
+from shardopt.step._gradients import make_gradients
+from shardopt.step._inputs import copied
+from shardopt.step._optimizer import Metrics
+from shardopt.step._step import CompiledStep, compile_evaluate, init_opt_state, metrics_of
+from shardopt.step._update import all_gather_params, apply_update
 
 
 def compile_local_step(config: StrategyConfig, layout: Layout) -> CompiledStep:
@@ -147,7 +148,7 @@ def make_step(
         local_layout.sync.delay,
     )
     # In the warm-up all replicas are equal, so the global view can compute one loss of the whole batch.
-    one_global_loss = variant.warm and config.view == "global"
+    one_global_loss = variant.warm and config.loss.view == "global"
     gradients = make_gradients(config._replace(local_updates=None) if one_global_loss else config, layout)
     outer_steps = [OuterStep(local_layout, fragment) for fragment in local_layout.fragments]
     sent_before_step, sent_after_step = (variant.send, None) if delay else (None, variant.send)
@@ -177,7 +178,7 @@ def make_step(
             reducer=_replaced(replicas.reducer, number, Delayed(reducer_state.now, copied(reducer_state.now)))
         )
 
-    def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array | Metric]]:
         replicas: Replicas = state.opt_state
         flatten, unflatten = layout.treedef.flatten_up_to, layout.treedef.unflatten
         shared_leaves = flatten(state.params)
@@ -213,7 +214,7 @@ def make_step(
         replicas = replicas._replace(
             params=PerReplica(unflatten(replica_leaves)), optimizer=PerReplica(optimizer), inner_reducer=inner_reducer
         )
-        metrics = {"loss": results.loss, "grad_norm": gradient_norm(config, layout, results.grads), **results.metrics}
+        metrics = metrics_of(config, layout, results)
         return TrainState(state.step + 1, unflatten(shared_leaves), replicas, state.rng), metrics
 
     in_shardings, out_shardings = shardings(config.mesh, specs), config.home.shardings((specs, PartitionSpec(REPLICA)))

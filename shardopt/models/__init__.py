@@ -1,7 +1,7 @@
-"""Example models that use the library; in the library only the command line imports them."""
+"""Example models that use the library; in the library only the commands import them."""
 
 from shardopt.models import gpt, moe
 from shardopt.models._safetensors import export_safetensors, import_safetensors
-from shardopt.models.gpt import sample
+from shardopt.models._sampling import sample
 
 __all__ = ["export_safetensors", "gpt", "import_safetensors", "moe", "sample"]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, format_error
 from shardopt.core._extras import require
 from shardopt.core._types import leaves_with_paths
 from shardopt.models import _llama as llama
@@ -23,6 +23,7 @@ from shardopt.models.moe import MoEConfig
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 
+@calling("export_safetensors")
 def export_safetensors(directory: str | os.PathLike[str], params: Params, config: GPTConfig | MoEConfig) -> Path:
     """Write `model.safetensors` and `config.json`, which transformers reads: a GPT as a Llama, a moe as a Mixtral.
 
@@ -51,7 +52,7 @@ def export_safetensors(directory: str | os.PathLike[str], params: Params, config
       >>> imported_config == config, bool((imported["blocks"]["mlp"]["up"] == params["blocks"]["mlp"]["up"]).all())
       (True, True)
     """
-    require("safetensors", extra="huggingface", caller="export_safetensors")
+    require("safetensors", extra="huggingface")
     from safetensors.numpy import save_file
 
     if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)):
@@ -73,6 +74,7 @@ def export_safetensors(directory: str | os.PathLike[str], params: Params, config
     return folder
 
 
+@calling("import_safetensors")
 def import_safetensors(directory: str | os.PathLike[str]) -> tuple[Params, GPTConfig | MoEConfig]:
     """Read a Llama as a GPT, or a Mixtral as a moe; no code of the folder is run.
 
@@ -89,7 +91,7 @@ def import_safetensors(directory: str | os.PathLike[str]) -> tuple[Params, GPTCo
       FileNotFoundError: if a file is missing.
       ValueError: if `gpt` or `moe` cannot represent the model; if a tensor is missing, unexpected or of another shape.
     """
-    require("safetensors", extra="huggingface", caller="import_safetensors")
+    require("safetensors", extra="huggingface")
     from safetensors.numpy import load_file
 
     folder = Path(directory)

@@ -1,10 +1,80 @@
-"""Helpers of sampling from any decoder: check the arguments, and draw a token from logits."""
+"""Continue a prompt token by token, with any of the decoders of this package."""
+
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from shardopt.core._errors import format_error, plural
+from shardopt.models import gpt, moe
+
+
+def sample(
+    params: gpt.Params,
+    config: gpt.GPTConfig | moe.MoEConfig,
+    prompt: gpt.Tokens,
+    rng: jax.Array,
+    *,
+    num_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+) -> Int[Array, "B S"]:
+    """Continue a prompt token by token; a GPT caches keys and values, and a decoder with experts runs the whole row again.
+
+    Args:
+      params: the parameters; of a GPT on one device or sharded, of a decoder with experts on one device.
+      config: the shape of the model.
+      prompt: token ids, at least one per row.
+      rng: a jax random key.
+      num_tokens: how many tokens to add.
+      temperature: the divisor of the logits; 0 takes the likeliest token.
+      top_k: draw only from this many likeliest tokens; None draws from all.
+
+    Returns:
+      Token ids [B, T + num_tokens], the prompt first.
+
+    Raises:
+      ValueError: if the prompt is empty, the result is longer than `config.max_length`, num_tokens or
+        temperature is negative, or top_k is not between 1 and the vocabulary's size.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from shardopt.models import gpt
+      >>> config = gpt.GPTConfig(dim=32, num_layers=2)
+      >>> params = gpt.init(config, jax.random.key(0))
+      >>> sample(params, config, jnp.array([[72, 105]]), jax.random.key(1), num_tokens=3).shape
+      (1, 5)
+    """
+    sizes = {"vocab_size": config.vocab_size, "max_length": config.max_length}
+    check_sampling(prompt.shape[1], num_tokens, temperature, top_k, **sizes)
+    return _sample(params, config, jnp.asarray(prompt, jnp.int32), rng, num_tokens, temperature, top_k)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "num_tokens", "temperature", "top_k"))
+def _sample(
+    params: gpt.Params,
+    config: gpt.GPTConfig | moe.MoEConfig,
+    prompt: Int[Array, "B T"],
+    rng: jax.Array,
+    num_tokens: int,
+    temperature: float,
+    top_k: int | None,
+) -> Int[Array, "B S"]:
+    batch_size, prompt_length = prompt.shape
+    decoder: Any = gpt if isinstance(config, gpt.GPTConfig) else moe
+    cache = decoder.empty_cache(params, batch_size, prompt_length + num_tokens, config.dtype)
+    logits, cache = decoder.advance(params, config, prompt, cache, jnp.int32(0))
+
+    def add_token(carry, i):
+        logits, cache = carry
+        token = draw(logits, jax.random.fold_in(rng, i), temperature, top_k)
+        logits, cache = decoder.advance(params, config, token[:, None], cache, prompt_length + i)
+        return (logits[:, -1], cache), token
+
+    _, new_tokens = jax.lax.scan(add_token, (logits[:, -1], cache), jnp.arange(num_tokens, dtype=jnp.int32))
+    return jnp.concatenate([prompt, new_tokens.T], axis=1)
 
 
 def check_sampling(

@@ -1,7 +1,6 @@
 """A decoder-only GPT as pure functions: rotary positions, RMS norm, SwiGLU, stacked and scanned blocks; and `sample`."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,6 @@ from shardopt.core._errors import format_error, plural
 from shardopt.core._types import PyTree, Weighted
 from shardopt.models import _layers as layers
 from shardopt.models._inputs import attach_marks, make_block, mean_loss, plain_activations, read_inputs
-from shardopt.models._sampling import check_sampling, draw
 from shardopt.nn._low_precision import Precision, check_precision
 from shardopt.optimizers import Matrix
 
@@ -258,7 +256,23 @@ def apply_block(
     return x + layers.swiglu(mlp, layers.rms_norm(x, mlp["norm"]), precision=config.precision), cache
 
 
-def logits_of(config: GPTConfig, outer: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+def logits_of(config: GPTConfig, params: Params, tokens: Tokens) -> Float[Array, "B T V"]:
+    """Return the logits after each token.
+
+    Args:
+      config: the shape of the model.
+      params: the parameters, on one device or sharded.
+      tokens: [B, T], token ids.
+
+    Returns:
+      [B, T, V], in float32 at least.
+    """
+    run_block = lambda x, block: (apply_block(config, block, x)[0], None)  # noqa: E731
+    x, _ = jax.lax.scan(run_block, embed_tokens(config, params, tokens), params["blocks"])
+    return _logits(config, params, x)
+
+
+def _logits(config: GPTConfig, outer: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
     """Return the logits of the next token, in float32 at least, since bfloat16 would cost a digit of the loss."""
     normed, head = _final_norm_and_head(config, outer, x)
     wide = jnp.promote_types(x.dtype, jnp.float32)
@@ -268,47 +282,6 @@ def logits_of(config: GPTConfig, outer: Params, x: Float[Array, "B T D"]) -> Flo
 def _final_norm_and_head(config: GPTConfig, outer: Params, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
     norm, head = layers.cast((outer["norm"], outer["embedding" if config.tied else "head"]), config.dtype)
     return layers.rms_norm(x, norm), head
-
-
-def sample(
-    params: Params,
-    config: GPTConfig,
-    prompt: Tokens,
-    rng: jax.Array,
-    *,
-    num_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-) -> Int[Array, "B S"]:
-    """Continue a prompt token by token, with cached keys and values.
-
-    Args:
-      params: the parameters, on one device or sharded.
-      config: the shape of the model.
-      prompt: token ids, at least one per row.
-      rng: a jax random key.
-      num_tokens: how many tokens to add.
-      temperature: the divisor of the logits; 0 takes the likeliest token.
-      top_k: draw only from this many likeliest tokens; None draws from all.
-
-    Returns:
-      Token ids [B, T + num_tokens], the prompt first.
-
-    Raises:
-      ValueError: if the prompt is empty, the result is longer than `config.max_length`, num_tokens or
-        temperature is negative, or top_k is not between 1 and the vocabulary's size.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from shardopt.models import gpt
-      >>> config = GPTConfig(dim=32, num_layers=2)
-      >>> params = gpt.init(config, jax.random.key(0))
-      >>> sample(params, config, jnp.array([[72, 105]]), jax.random.key(1), num_tokens=3).shape
-      (1, 5)
-    """
-    sizes = {"vocab_size": config.vocab_size, "max_length": config.max_length}
-    check_sampling(prompt.shape[1], num_tokens, temperature, top_k, **sizes)
-    return _sample(params, config, jnp.asarray(prompt, jnp.int32), rng, num_tokens, temperature, top_k)
 
 
 def empty_cache(params: Params, batch_size: int, length: int, dtype: DTypeLike | None = None) -> layers.KVCache:
@@ -331,28 +304,4 @@ def advance(
         return x, block_cache
 
     x, new_cache = jax.lax.scan(run_block, embed_tokens(config, params, tokens), (params["blocks"], cache))
-    return logits_of(config, params, x), new_cache
-
-
-@functools.partial(jax.jit, static_argnames=("config", "num_tokens", "temperature", "top_k"))
-def _sample(
-    params: Params,
-    config: GPTConfig,
-    prompt: Int[Array, "B T"],
-    rng: jax.Array,
-    num_tokens: int,
-    temperature: float,
-    top_k: int | None,
-) -> Int[Array, "B S"]:
-    batch_size, prompt_length = prompt.shape
-    cache = empty_cache(params, batch_size, prompt_length + num_tokens, config.dtype)
-    logits, cache = advance(params, config, prompt, cache, jnp.int32(0))
-
-    def add_token(carry, i):
-        logits, cache = carry
-        token = draw(logits, jax.random.fold_in(rng, i), temperature, top_k)
-        logits, cache = advance(params, config, token[:, None], cache, prompt_length + i)
-        return (logits[:, -1], cache), token
-
-    _, new_tokens = jax.lax.scan(add_token, (logits[:, -1], cache), jnp.arange(num_tokens, dtype=jnp.int32))
-    return jnp.concatenate([prompt, new_tokens.T], axis=1)
+    return _logits(config, params, x), new_cache

@@ -20,11 +20,10 @@ from shardopt.core._block_model import BlockModel
 from shardopt.core._block_remat import Remat
 from shardopt.core._errors import format_error, plural
 from shardopt.core._types import Loss, PyTree, Updated, Weighted
-from shardopt.engine._rows import batch_mean
+from shardopt.losses._rows import batch_mean
 from shardopt.models import _layers as layers
 from shardopt.models._inputs import mean_loss, read_inputs
 from shardopt.models._latent_attention import Latent, latent_attention
-from shardopt.models._sampling import check_sampling, draw
 from shardopt.models.gpt import Batch, Params, Tokens
 from shardopt.nn._router import Score
 
@@ -454,63 +453,18 @@ def logits_of(config: MoEConfig, params: Params, tokens: Tokens) -> Float[Array,
     return jnp.einsum("btd,vd->btv", normed, head, preferred_element_type=jnp.promote_types(normed.dtype, jnp.float32))
 
 
-def sample(
-    params: Params,
-    config: MoEConfig,
-    prompt: Tokens,
-    rng: jax.Array,
-    *,
-    num_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-) -> Int[Array, "B S"]:
-    """Continue a prompt token by token; each step runs the whole row again, since nothing is cached.
+def empty_cache(params: Params, batch_size: int, length: int, dtype: DTypeLike | None = None) -> Int[Array, "B T"]:
+    """Return a cache for `advance`: a row of tokens, because keys and values are not cached."""
+    return jnp.zeros((batch_size, length), jnp.int32)
 
-    Args:
-      params: the parameters, on one device.
-      config: the shape of the model.
-      prompt: token ids, at least one per row.
-      rng: a jax random key.
-      num_tokens: how many tokens to add.
-      temperature: the divisor of the logits; 0 takes the likeliest token.
-      top_k: draw only from this many likeliest tokens; None draws from all.
 
-    Returns:
-      Token ids [B, T + num_tokens], the prompt first.
+def advance(
+    params: Params, config: MoEConfig, tokens: Tokens, cache: Int[Array, "B S"], start: Int[Array, ""]
+) -> tuple[Float[Array, "B T V"], Int[Array, "B S"]]:
+    """Return the logits after each of T tokens at positions `start`, `start` + 1, ..., and the row with these tokens.
 
-    Raises:
-      ValueError: as `shardopt.models.gpt.sample`.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> config = MoEConfig(dim=32, num_layers=2, num_experts=4, hidden=16)
-      >>> params = init(config, jax.random.key(0))
-      >>> sample(params, config, jnp.array([[72, 105]]), jax.random.key(1), num_tokens=3).shape
-      (1, 5)
+    The whole row runs again. Positions after these tokens have no effect, since attention is causal.
     """
-    sizes = {"vocab_size": config.vocab_size, "max_length": config.max_length}
-    check_sampling(prompt.shape[1], num_tokens, temperature, top_k, **sizes)
-    return _sample(params, config, jnp.asarray(prompt, jnp.int32), rng, num_tokens, temperature, top_k)
-
-
-@functools.partial(jax.jit, static_argnames=("config", "num_tokens", "temperature", "top_k"))
-def _sample(
-    params: Params,
-    config: MoEConfig,
-    prompt: Int[Array, "B T"],
-    rng: jax.Array,
-    num_tokens: int,
-    temperature: float,
-    top_k: int | None,
-) -> Int[Array, "B S"]:
-    tokens = jnp.pad(prompt, ((0, 0), (0, num_tokens)))
-
-    def add_token(i: Array, tokens: Array) -> Array:
-        logits = logits_of(
-            config, params, tokens
-        )  # padding from position i on has no effect, since attention is causal
-        last_logits = jax.lax.dynamic_index_in_dim(logits, i - 1, axis=1, keepdims=False)
-        token = draw(last_logits, jax.random.fold_in(rng, i), temperature, top_k)
-        return jax.lax.dynamic_update_slice_in_dim(tokens, token[:, None], i, axis=1)
-
-    return jax.lax.fori_loop(prompt.shape[1], prompt.shape[1] + num_tokens, add_token, tokens)
+    cache = jax.lax.dynamic_update_slice_in_dim(cache, tokens, start, axis=1)
+    logits = logits_of(config, params, cache)
+    return jax.lax.dynamic_slice_in_dim(logits, start, tokens.shape[1], axis=1), cache

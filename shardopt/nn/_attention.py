@@ -18,13 +18,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from shardopt.collectives._per_device import TENSOR
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, format_error
 from shardopt.mesh import axes_of_role, device_kind_or_default, is_analysed, mesh_under_trace
 from shardopt.nn._exchange import exchanged_attention, gathered_attention
 from shardopt.nn._flash import NAME, Marks, Rule, sees
 from shardopt.nn._order import CONTEXT
 from shardopt.nn._ring import Ring, ring_attention, ring_of
 from shardopt.nn._splash import LANES, splash_attention
+from shardopt.trace._marks import ATTENTION, marked
 
 Implementation = Literal["splash", "cudnn", "xla"]
 Method = Literal["ring", "all_to_all", "all_gather"]
@@ -133,7 +134,7 @@ def attention(
         _refuse_kernel(implementation, "splash", "cudnn", problem=problem, fix="give rows in natural order")
     rule, marks = Rule(causal, window), Marks(_as_rows(positions, query), segment_ids)
     if is_analysed():
-        return _analysed_attention(query, key, value, marks, rule)
+        return marked(ATTENTION, functools.partial(_plain_attention, rule=rule))(query, key, value, marks)
     mesh = mesh_under_trace()
     context_axes = tuple(axis for axis in axes_of_role(CONTEXT) if mesh.shape[axis] > 1)
     kernel = implementation or _default_implementation(query)
@@ -271,15 +272,6 @@ def _as_rows(positions: Array | None, query: Array) -> Array | None:
     return positions.reshape(-1, T).astype(jnp.int32)
 
 
-def _analysed_attention(query: Array, key: Array, value: Array, marks: Marks, rule: Rule) -> Array:
-    """Return plain attention in one jitted function; the check of losses recognises attention by the function's name."""
-
-    def shardopt_attention(query: Array, key: Array, value: Array, marks: Marks) -> Array:
-        return _plain_attention(query, key, value, marks, rule)
-
-    return jax.jit(shardopt_attention)(query, key, value, marks)
-
-
 def _plain_attention(query: Array, key: Array, value: Array, marks: Marks, rule: Rule) -> Array:
     return masked_attention(query, key, value, _mask(marks, rule, query.shape[1]))
 
@@ -331,6 +323,7 @@ def visible(length: int, *, causal: bool, window: int | None) -> Bool[Array, "T 
     return mask if window is None else mask & (distance < window)
 
 
+@calling("attention")
 def _check(
     query: Array,
     key: Array,
@@ -353,7 +346,7 @@ def _check(
             format_error("attention", problem, fix="pad queries and keys with zeros, and scale the queries.")
         )
     if window is not None:
-        check_count("attention", "window", window, minimum=1)
+        check_count("window", window, minimum=1)
         if not causal:
             problem = "a window looks back from each position, so it needs causal=True."
             raise ValueError(format_error("attention", problem, fix="pass causal=True, or leave window out."))
@@ -382,10 +375,9 @@ def _on_each_device(
     """Call `run` on local rows, positions and heads, in a region that is manual over every axis that is still automatic."""
     mesh = mesh_under_trace()
     axis_types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    auto_axes = {
-        axis for axis, axis_type in axis_types.items() if axis_type != AxisType.Manual and mesh.shape[axis] > 1
-    }
-    if not auto_axes:
+    # axes of size 1 too: jax refuses a kernel for TPU in a region that is not manual over all axes
+    auto_axes = {axis for axis, axis_type in axis_types.items() if axis_type != AxisType.Manual}
+    if math.prod(mesh.shape[axis] for axis in auto_axes) == 1:
         return run(query, key, value, marks)
     row_axes = tuple(axis for role in ("replica", "data", "expert") for axis in axes_of_role(role) if axis in auto_axes)
     position_axes = tuple(axis for axis in axes_of_role(CONTEXT) if axis in auto_axes)

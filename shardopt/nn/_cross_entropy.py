@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from shardopt.core._arguments import check_count
+from shardopt.core._errors import calling
 from shardopt.mesh import is_analysed
 
 
@@ -58,7 +59,8 @@ def cross_entropy(
       Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, for why.
     """
     if chunk is not None:
-        check_count("cross_entropy", "chunk", chunk, minimum=1)
+        with calling("cross_entropy"):
+            check_count("chunk", chunk, minimum=1)
     T = x.shape[1]
     if chunk is None or chunk >= T or is_analysed():
         return _nats(x, head, targets, logits_dtype)

@@ -17,14 +17,13 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from shardopt.collectives import MeshAxes, all_gather, all_to_all, constrain_tensor, shard_by_shard
+from shardopt.collectives import LeafWire, MeshAxes, all_gather, all_to_all, constrain_tensor, shard_by_shard
 from shardopt.core._errors import format_error
 from shardopt.core._types import wide_dtype
 from shardopt.mesh import mesh_under_trace, spec_axes
+from shardopt.trace._marks import LOOKED_UP
 
 Mode = Literal["fill", "clip"]
-NAME = "embedding"
-"""The `checkpoint_name` of the rows."""
 
 
 @jax.tree_util.register_dataclass
@@ -108,12 +107,12 @@ def embedding(
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"embedding: ids must be integers, got {ids.dtype}.")
     if not isinstance(table, ColumnTable):
-        return checkpoint_name(_look_up(table, ids, mode), NAME)
+        return checkpoint_name(_look_up(table, ids, mode), LOOKED_UP)
     if sent_by_exchange(table, ids) < sent_by_gather(table):
         rows = _look_up_by_exchange(table, ids.reshape(-1), mode)
-        return checkpoint_name(rows.reshape(*ids.shape, rows.shape[-1]), NAME)
-    (full_table,) = all_gather([table.shard], [1], [table.tensor], axes=[table.axis], scatter_dtypes=[table.sums])
-    return checkpoint_name(_look_up(full_table, ids, mode), NAME)
+        return checkpoint_name(rows.reshape(*ids.shape, rows.shape[-1]), LOOKED_UP)
+    (full_table,) = all_gather([table.shard], [LeafWire(1, table.tensor, table.axis, scatter_dtype=table.sums)])
+    return checkpoint_name(_look_up(full_table, ids, mode), LOOKED_UP)
 
 
 def exchange_bytes(

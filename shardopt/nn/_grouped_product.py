@@ -1,7 +1,6 @@
 """Products of rows sorted by group, each group with its own matrix; the flops do not grow with the number of groups."""
 
 import functools
-from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -11,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from shardopt.core._types import wide_dtype
 from shardopt.mesh import device_kind_or_default
+from shardopt.trace._marks import GROUPED_PRODUCT, marked
 
 Implementation = Literal["ragged_dot", "megablox", "blocks"]
 _TILE = 256
@@ -50,7 +50,9 @@ def _product(
 ) -> Array:
     """Return the grouped product with the weights, or with their transposes."""
     if implementation == "blocks":
-        return _named(functools.partial(_product_in_tiles, transposed=transposed), rows, weights, sizes)
+        return marked(GROUPED_PRODUCT, functools.partial(_product_in_tiles, transposed=transposed))(
+            rows, weights, sizes
+        )
     if implementation == "ragged_dot":
         dims = lax.RaggedDotDimensionNumbers((((1,), (2 if transposed else 1,)), ((), ())), [0], [0])
         out = lax.ragged_dot_general(rows, weights, sizes, dims, preferred_element_type=rows.dtype)
@@ -66,7 +68,7 @@ def _product(
 def _outer(implementation: Implementation, rows: Array, grads: Array, sizes: Array) -> Array:
     """Return [E, D, F], the sum over each group's rows of rows[i] outer grads[i], in the dtype of the rows."""
     if implementation == "blocks":
-        return _named(_outer_in_tiles, rows, grads, sizes).astype(rows.dtype)
+        return marked(GROUPED_PRODUCT, _outer_in_tiles)(rows, grads, sizes).astype(rows.dtype)
     if implementation == "ragged_dot":
         dims = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
         return lax.ragged_dot_general(rows, grads, sizes, dims, preferred_element_type=rows.dtype)
@@ -108,18 +110,6 @@ def _padded(rows: Array, tile: int) -> Array:
 
 
 # --- CPU: tiles of rows, each within one group; the number of tiles depends on the sizes ---------------------------------
-
-
-def _named(f: Callable[[Array, Array, Array], Array], rows: Array, operands: Array, sizes: Array) -> Array:
-    """Call f in a jitted function whose name marks it in the trace.
-
-    `so.planning` counts its flops by this name, since only the sizes tell how often the loop of f runs.
-    """
-
-    def shardopt_grouped_product(rows: Array, operands: Array, sizes: Array) -> Array:
-        return f(rows, operands, sizes)
-
-    return jax.jit(shardopt_grouped_product)(rows, operands, sizes)
 
 
 def _visits(num_rows: int, sizes: Array) -> tuple[int, Array, Array, Array, Array]:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from shardopt.collectives._per_device import TENSOR
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, format_error
 from shardopt.core._types import wide_dtype
 from shardopt.mesh import axes_of_role, is_analysed, mesh_under_trace
 from shardopt.nn._dispatch import combine, plan_exchange, send, sorted_by_expert, spread
@@ -24,6 +24,7 @@ from shardopt.nn._grouped_product import grouped_product
 from shardopt.nn._order import CONTEXT
 from shardopt.nn._router import RouterStatistics, Routes, Score, dense_weights, route
 from shardopt.partition._plan import EXPERT
+from shardopt.trace._marks import EXPERTS, marked
 
 NAME, ARRIVED = "experts", "dispatched"
 """The `checkpoint_name` of the first products, and of the rows that go into them."""
@@ -126,9 +127,7 @@ def mixture_of_experts(
       equations 12 to 16.
     """
     E = router.shape[-1]
-    _check(weights, x, router, shared, bias, top_k=top_k, score=score, groups=groups)
-    if chunk is not None:
-        check_count("mixture_of_experts", "chunk", chunk, minimum=1)
+    _check(weights, x, router, shared, bias, top_k=top_k, score=score, groups=groups, chunk=chunk)
     mesh = mesh_under_trace()
     context_axes = tuple(axis for axis in axes_of_role(CONTEXT) if mesh.shape[axis] > 1)
     if capacity_factor is not None:
@@ -249,7 +248,7 @@ def _analysed_experts(
 ) -> tuple[Array, RouterStatistics]:
     """Return every expert's output for every token times its weight, so that the check of losses sees independent rows.
 
-    The jitted function's name contains K. The check and `so.planning.trace` recognise the experts by this name.
+    The check and `so.planning.trace` recognise the experts by their mark.
     """
 
     def run(weights: Weights, x: Array, router: Array, bias: Array | None) -> tuple[Array, RouterStatistics]:
@@ -261,8 +260,7 @@ def _analysed_experts(
         hidden = (hidden * weights_of_all[..., None]).astype(x.dtype)
         return jnp.einsum("btef,efd->btd", hidden, weights["down"]), routes.statistics
 
-    run.__name__ = f"shardopt_experts_{top_k}"
-    return jax.jit(run)(weights, x, router, bias)
+    return marked(EXPERTS, run, top_k=top_k)(weights, x, router, bias)
 
 
 def _on_each_device(
@@ -315,6 +313,7 @@ def _on_each_device(
     return jnp.sum(y, axis=0, dtype=wide_dtype(y.dtype)).astype(x.dtype), statistics
 
 
+@calling("mixture_of_experts")
 def _check(
     weights: Weights,
     x: Array,
@@ -325,8 +324,11 @@ def _check(
     top_k: int,
     score: str,
     groups: tuple[int, int] | None,
+    chunk: int | None,
 ) -> None:
-    check_count("mixture_of_experts", "top_k", top_k, minimum=1)
+    check_count("top_k", top_k, minimum=1)
+    if chunk is not None:
+        check_count("chunk", chunk)
     if x.ndim != 3 or router.ndim != 2 or router.shape[0] != x.shape[2]:
         problem = f"x has shape {x.shape}, the router {router.shape}."
         raise ValueError(format_error("mixture_of_experts", problem, fix="give x [B, T, D] and router [D, E]."))
@@ -342,8 +344,8 @@ def _check(
     num_open = E
     if groups is not None:
         num_groups, num_best = groups
-        check_count("mixture_of_experts", "groups[0]", num_groups, minimum=1)
-        check_count("mixture_of_experts", "groups[1]", num_best, minimum=1)
+        check_count("groups[0]", num_groups, minimum=1)
+        check_count("groups[1]", num_best, minimum=1)
         if E % num_groups or num_best > num_groups:
             problem = f"groups={groups}: {num_groups} groups of {E} experts, {num_best} of them open."
             fix = "take a number of groups that divides the experts, and open at most as many."

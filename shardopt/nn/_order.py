@@ -1,5 +1,6 @@
 """Which positions of its rows a device of the context axis holds: in natural order, zigzag or striped."""
 
+import functools
 from typing import Any, Literal, get_args
 
 import jax
@@ -9,9 +10,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, format_error
 from shardopt.core._types import PyTree, leaves_with_paths
 from shardopt.mesh import axes_of_role, is_analysed, mesh_under_trace
+from shardopt.trace._marks import POSITIONS, marked
 
 CONTEXT = "context"
 Order = Literal["zigzag", "striped"]
@@ -40,13 +42,10 @@ def positions(length: int) -> Int[Array, " T"]:
     **Equivalence**: position embeddings (rope, learned ones) at these positions equal the embeddings on one device. A batch in
     another order (`so.nn.zigzag`) brings its own positions. **Communication**: none.
     """
-    check_count("positions", "length", length, minimum=1)
+    with calling("positions"):
+        check_count("length", length, minimum=1)
     if is_analysed():
-
-        def shardopt_positions() -> Array:
-            return jnp.arange(length, dtype=jnp.int32)
-
-        return jax.jit(shardopt_positions)()
+        return marked(POSITIONS, functools.partial(jnp.arange, length, dtype=jnp.int32))()
     local_positions = jnp.arange(length, dtype=jnp.int32)
     mesh = mesh_under_trace()
     axes = tuple(axis for axis in axes_of_role(CONTEXT) if axis in mesh.manual_axes and mesh.shape[axis] > 1)

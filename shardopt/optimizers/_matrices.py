@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import optax
 
-from shardopt.core._errors import format_error, plural
+from shardopt.core._errors import error_text, plural
 from shardopt.core._types import PyTree, leaves_with_paths
 
 Dims = int | tuple[int, ...]
@@ -63,7 +63,7 @@ None as rules makes each leaf of two dims a matrix. None as the `Matrix` of a ru
 """
 
 
-def match_matrices(caller: str, matrices: Matrices, params: PyTree) -> list[Matrix | None]:
+def match_matrices(matrices: Matrices, params: PyTree) -> list[Matrix | None]:
     """Return the `Matrix` of each leaf; None for a leaf without matrices.
 
     A rule may match a path without a leaf, since `optax.masked` and frozen parameters leave holes in the tree.
@@ -72,7 +72,7 @@ def match_matrices(caller: str, matrices: Matrices, params: PyTree) -> list[Matr
       TypeError: if `matrices` is not a sequence of (regex, Matrix or None).
       ValueError: if a rule matches no path, names a dim that its leaf does not have, or names a dim twice.
     """
-    rules = check_matrices(caller, matrices)
+    rules = check_matrices(matrices)
     if rules is None:
         return [Matrix() if leaf.ndim == 2 else None for leaf in jax.tree.leaves(params)]
     is_hole = lambda x: x is None or isinstance(x, optax.MaskedNode)  # noqa: E731
@@ -86,18 +86,18 @@ def match_matrices(caller: str, matrices: Matrices, params: PyTree) -> list[Matr
             misfits.append(f"{path}: shape {leaf.shape}, {matrix} {misfit}")
     if misfits:
         fix = "name each dim once, as it stands in the whole leaf, counting that of stacked blocks."
-        raise ValueError(format_error(caller, f"matrices= does not fit {plural(len(misfits), 'leaf')}.", misfits, fix))
+        raise ValueError(error_text(f"matrices= does not fit {plural(len(misfits), 'leaf')}.", misfits, fix))
     unused = [
         repr(pattern.pattern) for pattern, _ in rules if not any(pattern.search(path) for path, _ in paths_and_leaves)
     ]
     if unused:
         examples = ", ".join(path for path, _ in paths_and_leaves[:8]) + (", ..." if len(paths_and_leaves) > 8 else "")
         problem = f"{plural(len(unused), 'rule')} of matrices= matched no parameter."
-        raise ValueError(format_error(caller, problem, unused, f"match a key path, such as: {examples}."))
+        raise ValueError(error_text(problem, unused, f"match a key path, such as: {examples}."))
     return leaf_matrices
 
 
-def check_matrices(caller: str, matrices: Matrices) -> list[tuple[re.Pattern[str], Matrix | None]] | None:
+def check_matrices(matrices: Matrices) -> list[tuple[re.Pattern[str], Matrix | None]] | None:
     """Return the rules with compiled regexes; None if there are no rules.
 
     Raises:
@@ -108,18 +108,16 @@ def check_matrices(caller: str, matrices: Matrices) -> list[tuple[re.Pattern[str
         return None
     expected = "matrices must be [(regex, so.optimizers.Matrix or None), ...]"
     if isinstance(matrices, str | dict) or not isinstance(matrices, Sequence):
-        raise TypeError(f"{caller}: {expected}, got {type(matrices).__name__}.")
+        raise TypeError(error_text(f"{expected}, got {type(matrices).__name__}."))
     rules = []
     for rule in matrices:
         if not isinstance(rule, tuple | list) or len(rule) != 2 or not isinstance(rule[1], Matrix | None):
-            raise TypeError(f"{caller}: {expected}; got the rule {rule!r}.")
+            raise TypeError(error_text(f"{expected}; got the rule {rule!r}."))
         try:
             rules.append((re.compile(rule[0]), rule[1]))
         except (re.error, TypeError) as error:
             problem = f"matrices: {rule[0]!r} is not a regular expression: {error}."
-            raise ValueError(
-                format_error(caller, problem, fix="give a regex that is searched in key paths.")
-            ) from error
+            raise ValueError(error_text(problem, fix="give a regex that is searched in key paths.")) from error
     return rules
 
 

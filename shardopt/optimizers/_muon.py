@@ -5,10 +5,12 @@ from collections.abc import Callable
 import jax
 import optax
 
+from shardopt.core._errors import calling
 from shardopt.core._types import PyTree
 from shardopt.optimizers._matrices import Matrices, check_matrices, match_matrices
 
 
+@calling("muon_dimension_numbers")
 def muon_dimension_numbers(matrices: Matrices) -> Callable[[PyTree], PyTree]:
     """Return dimension numbers for `optax.contrib.muon`, from the same rules as `soap` and `shampoo`.
 
@@ -38,13 +40,13 @@ def muon_dimension_numbers(matrices: Matrices) -> Callable[[PyTree], PyTree]:
     References:
       Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
     """
-    caller = "muon_dimension_numbers"
-    check_matrices(caller, matrices)
+    check_matrices(matrices)
 
+    @calling("muon_dimension_numbers")
     def numbers(params: PyTree) -> PyTree:
         leaves, treedef = jax.tree.flatten(params)
         dimension_numbers = []
-        for leaf, matrix in zip(leaves, match_matrices(caller, matrices, params), strict=True):
+        for leaf, matrix in zip(leaves, match_matrices(matrices, params), strict=True):
             if matrix is None:
                 dimension_numbers.append(None)
             else:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from shardopt.core._errors import calling
 from shardopt.core._types import PyTree, wide_dtype
 from shardopt.optimizers import _sides as sides
 from shardopt.optimizers._inverse_root import inverse_root
@@ -127,10 +128,11 @@ def _scale_by_shampoo(
     max_dim: int,
     matrices: Matrices,
 ) -> optax.GradientTransformation:
+    @calling(CALLER)
     def init(params):
         leaves, treedef = jax.tree.flatten(params)
         zeros = lambda: treedef.unflatten([jnp.zeros(leaf.shape, wide_dtype(leaf.dtype)) for leaf in leaves])  # noqa: E731
-        leaf_matrices = sides.matrices_of(CALLER, matrices, params)
+        leaf_matrices = sides.matrices_of(matrices, params)
         moments, roots = (
             [sides.zero_sides(*args, max_dim) for args in zip(leaves, leaf_matrices, strict=True)] for _ in range(2)
         )
@@ -139,9 +141,10 @@ def _scale_by_shampoo(
             jnp.zeros((), jnp.int32), zeros(), nu, *sides.as_trees(treedef, moments), *sides.as_trees(treedef, roots)
         )
 
+    @calling(CALLER)
     def update(updates, state, params=None):
         leaves, treedef = jax.tree.flatten(updates)
-        leaf_matrices, count = sides.matrices_of(CALLER, matrices, updates), state.step + 1
+        leaf_matrices, count = sides.matrices_of(matrices, updates), state.step + 1
         wide = treedef.unflatten([leaf.astype(wide_dtype(leaf.dtype)) for leaf in leaves])
         mu = jax.tree.map(lambda old, g: sides.moving_mean(old, g, b1), state.mu, wide)
         mean = jax.tree.map(lambda m: sides.unbiased(m, b1, count), mu)

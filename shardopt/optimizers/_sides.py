@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from shardopt.core._arguments import check_count, check_number
+from shardopt.core._errors import calling
 from shardopt.core._types import PyTree, TreeDef, wide_dtype
 from shardopt.optimizers._inverse_root import product
 from shardopt.optimizers._matrices import Matrices, Matrix, check_matrices, match_matrices
@@ -32,17 +33,19 @@ def on_matrices(
     Invalid rules, counts and numbers ("b1", "b2", "eps", "ridge", "weight_decay") raise an error. Numbers that are arrays,
     as from `optax.inject_hyperparams`, are not checked.
     """
-    check_matrices(caller, matrices)
-    check_count(caller, "max_dim", max_dim, allow_array=False)
-    check_count(caller, "interval", interval, allow_array=True)
-    for name, value in numbers.items():
-        if not isinstance(value, jax.Array):
-            bound = {"below": 1.0} if name in ("b1", "b2") else {}
-            check_number(caller, name, value, positive=name == "ridge", **bound)
+    with calling(caller):
+        check_matrices(matrices)
+        check_count("max_dim", max_dim, allow_array=False)
+        check_count("interval", interval, allow_array=True)
+        for name, value in numbers.items():
+            if not isinstance(value, jax.Array):
+                bound = {"below": 1.0} if name in ("b1", "b2") else {}
+                check_number(name, value, positive=name == "ridge", **bound)
 
+    @calling(caller)  # optax calls it later
     def labels(tree: PyTree) -> PyTree:
         leaves, treedef = jax.tree.flatten(tree)
-        pairs = zip(leaves, match_matrices(caller, matrices, tree), strict=True)
+        pairs = zip(leaves, match_matrices(matrices, tree), strict=True)
         is_scaled = [matrix is not None and min(matrix.shape_in(leaf.shape)[-2:]) <= max_dim for leaf, matrix in pairs]
         return treedef.unflatten(["matrices" if scaled else "others" for scaled in is_scaled])
 
@@ -52,9 +55,9 @@ def on_matrices(
     return optax.partition({"matrices": matrix_optimizer, "others": other_optimizer}, labels)
 
 
-def matrices_of(caller: str, matrices: Matrices, tree: PyTree) -> list[Matrix]:
+def matrices_of(matrices: Matrices, tree: PyTree) -> list[Matrix]:
     """Return the `Matrix` of each leaf of a tree whose leaves all hold matrices."""
-    leaf_matrices = match_matrices(caller, matrices, tree)
+    leaf_matrices = match_matrices(matrices, tree)
     assert all(matrix is not None for matrix in leaf_matrices)
     return [matrix for matrix in leaf_matrices if matrix is not None]
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from shardopt.core._errors import calling
 from shardopt.core._types import PyTree, wide_dtype
 from shardopt.optimizers import _sides as sides
 from shardopt.optimizers._inverse_root import product
@@ -122,10 +123,11 @@ def _scale_by_soap(
     max_dim: int,
     matrices: Matrices,
 ) -> optax.GradientTransformation:
+    @calling(CALLER)
     def init(params):
         leaves, treedef = jax.tree.flatten(params)
         zeros = lambda: treedef.unflatten([jnp.zeros(leaf.shape, wide_dtype(leaf.dtype)) for leaf in leaves])  # noqa: E731
-        leaf_matrices = sides.matrices_of(CALLER, matrices, params)
+        leaf_matrices = sides.matrices_of(matrices, params)
         moments, bases = (
             [sides.zero_sides(*args, max_dim) for args in zip(leaves, leaf_matrices, strict=True)] for _ in range(2)
         )
@@ -133,9 +135,10 @@ def _scale_by_soap(
         side_trees = (*sides.as_trees(treedef, moments), *sides.as_trees(treedef, bases))
         return SoapState(jnp.zeros((), jnp.int32), zeros(), zeros(), *side_trees)
 
+    @calling(CALLER)
     def update(updates, state, params=None):
         leaves, treedef = jax.tree.flatten(updates)
-        leaf_matrices = sides.matrices_of(CALLER, matrices, updates)
+        leaf_matrices = sides.matrices_of(matrices, updates)
         wide = [leaf.astype(wide_dtype(leaf.dtype)) for leaf in leaves]
         bases = sides.as_pairs(treedef, state.left_basis, state.right_basis)
         # The first gradient only makes the basis. In its own basis it would be diagonal, except for rounding errors.

@@ -3,7 +3,7 @@
 from shardopt.parameter_server import durations, rules
 from shardopt.parameter_server._clock import should_sync
 from shardopt.parameter_server._log import Event, Log
-from shardopt.parameter_server._optimizer import AsyncOptimizer, RunFn
+from shardopt.parameter_server._optimizer import AsyncOptimizer
 from shardopt.parameter_server._ray import ServerLostError, WorkersLostError
 from shardopt.parameter_server._replay import replay
 from shardopt.parameter_server._run import AsyncResult
@@ -19,7 +19,6 @@ __all__ = [
     "Event",
     "Log",
     "NonFiniteUpdateError",
-    "RunFn",
     "Segment",
     "Server",
     "ServerLostError",

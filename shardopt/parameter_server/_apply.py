@@ -1,10 +1,10 @@
 """One update on one server: average the pushed gradients, apply the rule, then apply the optimizer."""
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,10 @@ import numpy as np
 import optax
 
 from shardopt.core._types import Metric, PyTree, Weighted, wide_dtype
-from shardopt.engine._metrics import combined, of_rows, value_of
-from shardopt.parameter_server._sparse import gather_union_rows, is_rows, restrict_to_rows
-from shardopt.parameter_server._updates import Update, check_update, replace_trained, trained
+from shardopt.losses._metrics import combined, of_rows, value_of
+from shardopt.parameter_server._sparse import restrict_to_rows
+from shardopt.parameter_server._sums import split_at_sums
+from shardopt.parameter_server._updates import Update
 from shardopt.parameter_server.rules import Rule
 from shardopt.reducers import Compressor
 
@@ -39,110 +40,66 @@ RunUpdate = Callable[[PyTree, PyTree, PyTree, Sequence[Any], jax.Array, PyTree, 
 """`(params, opt_state, rule_state, [(grads, loss, metrics)], rows, pulled, delay)`, traceable, over trained leaves."""
 
 
-ServerArrays = tuple[PyTree, PyTree, PyTree]
-"""`(params, opt_state, rule_state)`, as a `ServerState` has them."""
-
-
-class Mathematics(Protocol):
-    """The placement of parameters and optimizer state, and the functions that update them: on one server, or on several."""
-
-    def begin(self, params: PyTree, /) -> ServerArrays:
-        """Return the parameters and the initial states."""
-        ...
-
-    def adopt(self, arrays: ServerArrays, /) -> ServerArrays:
-        """Place the parameters and states from a checkpoint."""
-        ...
-
-    def full_params(self, params: PyTree, /) -> PyTree:
-        """Return the parameters as users know them."""
-        ...
-
-    def pushed_params(self, update: Update, params: PyTree, /) -> PyTree:
-        """Return the parameters that an update changes, as users know them, or their shapes and dtypes."""
-        ...
-
-    def check(self, update: Update | None, params: PyTree, worker: int, /) -> Update:
-        """Return the update, or refuse it if it does not fit."""
-        ...
-
-    def apply(self, arrays: ServerArrays, updates: Sequence[Any], pulled: PyTree, delay: int, /) -> UpdateResult:
-        """Apply the mean of the updates."""
-        ...
-
-    def copy(self, arrays: ServerArrays, /) -> ServerArrays:
-        """Return copies for a checkpoint, which the next update does not overwrite."""
-        ...
-
-
-def copy_states(arrays: ServerArrays) -> ServerArrays:
-    """Return the same parameters and copies of the states, because the next update takes over the states' memory."""
-    return arrays[0], *jax.tree.map(jnp.copy, arrays[1:])
-
-
 @dataclass(frozen=True)
-class UnshardedMathematics:
-    """The mathematics of one server, which has all parameters.
+class Programs:
+    """The programs that a server runs on its trained leaves: all leaves, a fragment of them, or a range of each.
+
+    `args` are `run_arguments` of these leaves, of their states, and of updates with their gradients.
 
     Attributes:
       tx: the optimizer.
       rule: the staleness rule.
       donate: let each update take over the memory of the optimizer's and the rule's state. The parameters are never
         donated: workers may still hold them.
+      servers: the number of servers, each with a range of every leaf.
       codec: the decoder of pushes; None if they are not encoded.
-      messages: shapes and dtypes of parameters -> shapes of their message.
     """
 
     tx: optax.GradientTransformation
     rule: Rule
     donate: bool
+    servers: int = 1
     codec: Compressor | None = None
-    messages: dict[Hashable, PyTree] = field(default_factory=dict, init=False, repr=False, compare=False)
-    adopt = full_params = staticmethod(lambda value: value)
-    copy = staticmethod(copy_states)
 
     @cached_property
-    def _jitted(self) -> tuple[RunUpdate, Callable[..., UpdateResult]]:
-        """The update of all rows, and the update of some rows."""
+    def _jitted(self) -> tuple[Callable[..., Any], ...]:
+        """The update of all rows, the update of some rows, and the phases of an update before and after sums over servers."""
         run, donated = update_program(self.tx, self.rule, self.codec), (1, 2) if self.donate else ()
-        run_on_rows = restrict_to_rows(self.tx, run)
-        return jax.jit(run, donate_argnums=donated), jax.jit(run_on_rows, donate_argnums=[1 + i for i in donated])
+        sums, finish = split_at_sums(run, self.servers)
+        after_one = [1 + i for i in donated]
+        run_on_rows = jax.jit(restrict_to_rows(self.tx, run), donate_argnums=after_one)
+        return (
+            jax.jit(run, donate_argnums=donated),
+            run_on_rows,
+            jax.jit(sums),
+            jax.jit(finish, donate_argnums=after_one),
+        )
 
-    def begin(self, params: PyTree) -> ServerArrays:
-        """Return copies of the parameters, and the initial states."""
-        params = jax.tree.map(copy_without_weak_type, params)
-        return params, *begin_states(self.tx, self.rule, trained(params))
+    def begin(self, trained_params: PyTree) -> tuple[PyTree, PyTree]:
+        """Return the initial states of the optimizer and of the rule."""
+        init = self.tx.init
+        opt_state = jax.jit(lambda params: jax.tree.map(jnp.copy, init(params)))(trained_params)
+        return opt_state, jax.jit(self.rule.init)(trained_params)
 
-    def pushed_params(self, update: Update, params: PyTree) -> PyTree:
-        """Return the parameters: an update changes all."""
-        return params
+    def update(self, args: tuple[Any, ...], row_indices: PyTree = None) -> UpdateResult:
+        """Return the updated leaves and states; with `row_indices` only these rows change."""
+        run, run_on_rows, *_ = self._jitted
+        return run(*args) if row_indices is None else run_on_rows(row_indices, *args)
 
-    def check(self, update: Update | None, params: PyTree, worker: int) -> Update:
-        """Return the update, or refuse it if it does not match the parameters, or their message."""
-        trained_params, message = trained(params), None
-        if self.codec is not None:
-            leaf_types = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(trained_params))
-            key = jax.tree.structure(trained_params), leaf_types
-            message = self.messages.get(key) or self.messages.setdefault(key, self.codec.message(trained_params))
-        return check_update(update, params, worker, message)
+    def has_sums(self, shard: PyTree) -> bool:
+        """Return whether the optimizer needs sums over all servers, in a first phase."""
+        scalar = jax.ShapeDtypeStruct((), jnp.float32)
+        states = jax.eval_shape(lambda shard: (self.tx.init(shard), self.rule.init(shard)), shard)
+        update = Update(shard, Weighted(scalar, scalar), {}, 1)
+        return bool(jax.eval_shape(self._jitted[2], *run_arguments((shard, *states), [update], None, 0)))
 
-    def apply(self, arrays: ServerArrays, updates: Sequence[Update], pulled: PyTree, delay: int) -> UpdateResult:
-        """Apply the mean of the updates, summed in list order, so that the same updates give the same bits."""
-        params, *states = arrays
-        run, run_on_rows = self._jitted
-        trained_params, pulled = trained(params), None if pulled is None else trained(pulled)
-        if any(is_rows(leaf) for leaf in jax.tree.leaves(updates[0].grads, is_leaf=is_rows)):
-            grads, row_indices = gather_union_rows([update.grads for update in updates], trained_params)
-            updates = [update._replace(grads=g) for g, update in zip(grads, updates, strict=True)]
-            run = partial(run_on_rows, row_indices)
-        result = run(*run_arguments((trained_params, *states), updates, pulled, delay))
-        return result._replace(params=replace_trained(params, result.params))
+    def sums(self, args: tuple[Any, ...]) -> list[jax.Array]:
+        """Return the terms that this server adds to the sums."""
+        return self._jitted[2](*args)
 
-
-def begin_states(tx: optax.GradientTransformation, rule: Rule, params: PyTree) -> tuple[PyTree, PyTree]:
-    """Return the initial states of the optimizer and of the rule, over trained parameters."""
-    init = tx.init
-    return jax.jit(lambda params: jax.tree.map(jnp.copy, init(params)))(params), jax.jit(rule.init)(params)
+    def finish(self, server_sums: Sequence[Sequence[jax.Array]], args: tuple[Any, ...]) -> UpdateResult:
+        """Return the updated leaves and states, with the terms of all servers."""
+        return self._jitted[3](server_sums, *args) if server_sums and server_sums[0] else self.update(args)
 
 
 def update_program(tx: optax.GradientTransformation, rule: Rule, codec: Compressor | None = None) -> RunUpdate:

@@ -1,40 +1,36 @@
 """Asynchronous Local SGD: islands train independently, and push the change of their parameters."""
 
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from shardopt.config._check import check_optimizer
 from shardopt.core._arguments import check_count, is_integer
 from shardopt.core._block_model import as_block_model
-from shardopt.core._errors import format_error
-from shardopt.core._types import Metric, PyTree, TrainState, Weighted, leaves_with_paths, wide_dtype
-from shardopt.engine._config import check_optimizer
-from shardopt.engine._metrics import combined
-from shardopt.engine._optimizer import ShardedOptimizer
+from shardopt.core._errors import calling, format_error
+from shardopt.core._types import PyTree, TrainState
 from shardopt.parameter_server._async_sgd import check_not_shared, check_servers
 from shardopt.parameter_server._clock import check_max_staleness
-from shardopt.parameter_server._fragments import Fragment, FragmentPlan, check_fragments
-from shardopt.parameter_server._optimizer import AsyncOptimizer, ReplayFn, check_backend, make_run
-from shardopt.parameter_server._ray_groups import gather_to_local_device
+from shardopt.parameter_server._fragments import FragmentPlan, check_fragments
+from shardopt.parameter_server._islands import Island, Islands, Streaming, check_streaming, first_local_device
+from shardopt.parameter_server._optimizer import AsyncOptimizer, check_backend
 from shardopt.parameter_server._run import BatchesOf, Compute, RunSpec
 from shardopt.parameter_server._server import make_server
-from shardopt.parameter_server._streaming import Island, Streaming, check_streaming
-from shardopt.parameter_server._updates import Update, finiteness, trained
 from shardopt.parameter_server._worker import (
     Streams,
     WorkerCompressors,
     check_codec,
     check_sgd_params,
     codec_header,
-    to_device,
 )
 from shardopt.parameter_server.rules import Rule
 from shardopt.reducers import Compressor, Reducer
+from shardopt.step._optimizer import ShardedOptimizer
 
 CALLER = "async_local_sgd"
 
@@ -43,6 +39,7 @@ MakeIsland = Callable[[Devices], ShardedOptimizer]
 """`devices -> strategy`, called in the process of an island."""
 
 
+@calling(CALLER)
 def async_local_sgd(
     strategies: Sequence[ShardedOptimizer | MakeIsland],
     *,
@@ -140,12 +137,12 @@ def async_local_sgd(
       Low-Communication Training of Language Models", 2023; Douillard et al., "Streaming DiLoCo with overlapping
       communication", 2025.
     """
-    check_max_staleness(CALLER, max_staleness)
+    check_max_staleness(max_staleness)
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
-    check_optimizer(CALLER, outer)
-    check_backend(CALLER, backend, address, max_restarts, hang_timeout)
-    check_count(CALLER, "devices", devices, minimum=1)
-    check_count(CALLER, "hosts_per_island", hosts_per_island, minimum=1)
+    check_optimizer(outer)
+    check_backend(backend, address, max_restarts, hang_timeout)
+    check_count("devices", devices, minimum=1)
+    check_count("hosts_per_island", hosts_per_island, minimum=1)
     if hosts_per_island > 1 and backend != "ray":
         problem = f"hosts_per_island={hosts_per_island} needs processes, and backend='threads' has one."
         raise ValueError(format_error(CALLER, problem, fix="use backend='ray', or leave hosts_per_island out."))
@@ -156,44 +153,45 @@ def async_local_sgd(
         islands = _check_islands(_local_islands(island_makers, jax.local_devices()[:devices_per_island]))
     else:
         island_makers = islands = _check_islands(strategies)
-        check_not_shared(CALLER, [island.mesh for island in islands], "island")
-    steps, codec = _check_local_steps(local_steps, len(islands)), check_codec(CALLER, reducer)
-    check_streaming(CALLER, steps, fragments, delay, mix)
-    streaming, is_streaming = None, (fragments, delay, mix) != (1, 0, 0)
-    check_servers(CALLER, servers, {"reducer": reducer is not None, "fragments, delay or mix": is_streaming})
-    if is_streaming:
+        check_not_shared([island.mesh for island in islands], "island")
+    steps, codec = _check_local_steps(local_steps, len(islands)), check_codec(reducer)
+    check_streaming(steps, fragments, delay, mix)
+    streaming = Streaming(is_streaming=False)
+    if (fragments, delay, mix) != (1, 0, 0):
         config = islands[0].config
-        plan = FragmentPlan(int(fragments), as_block_model(config.loss_fn) is not None, tuple(config.frozen))
+        plan = FragmentPlan(
+            int(fragments), as_block_model(config.loss.loss_fn) is not None, tuple(config.layout.frozen)
+        )
         streaming = Streaming(plan, int(delay), float(mix))
+    plan = streaming.fragments if streaming.is_streaming else None
+    check_servers(servers, {"reducer": reducer is not None, "fragments, delay or mix": plan is not None})
+    server_options: dict[str, Any] = {
+        "max_staleness": max_staleness,
+        "rule": rule,
+        "nonfinite": nonfinite,
+        "reducer": reducer,
+        "servers": servers,
+        "devices": [] if backend == "ray" or servers == 1 else [first_local_device(island) for island in islands],
+        "fragments": plan,
+    }
+    check_params = partial(check_sgd_params, outer, rule, servers)
     spec = RunSpec(
         CALLER,
         len(islands),
-        partial(
-            make_server,
-            outer,
-            max_staleness=max_staleness,
-            rule=rule,
-            nonfinite=nonfinite,
-            reducer=reducer,
-            servers=servers,
-            devices=[] if backend == "ray" or servers == 1 else [_first_local_device(island) for island in islands],
-            fragments=None if streaming is None else streaming.fragments,
-        ),
+        partial(make_server, outer, **server_options),
         partial(_make_compute, island_makers, devices_per_island, steps, codec, streaming),
-        {"local_steps": steps, **codec_header(codec), **({} if streaming is None else streaming.header())},
+        {"local_steps": steps, **codec_header(codec), **streaming.header()},
         backend,
         devices=[int(devices)] * len(islands),
         address=address,
         max_restarts=int(max_restarts),
         hang_timeout=hang_timeout,
-        check_params=partial(check_sgd_params, outer, rule, servers)
-        if streaming is None
-        else partial(check_fragments, streaming.fragments),
+        check_params=check_params if plan is None else partial(check_fragments, plan),
         servers=int(servers),
         hosts=int(hosts_per_island),
     )
     meshes = tuple(island.mesh for island in islands)
-    return AsyncOptimizer(make_run(spec), ReplayFn(spec), meshes, outer, max_staleness, rule, backend)
+    return AsyncOptimizer(spec, spec.make_server(donate=True), meshes, outer, max_staleness, rule)
 
 
 def _local_islands(strategies: Sequence[ShardedOptimizer | MakeIsland], devices: Devices) -> list[ShardedOptimizer]:
@@ -206,7 +204,7 @@ def _make_compute(
     devices: int,
     local_steps: Sequence[int],
     codec: Compressor | None,
-    streaming: Streaming | None,
+    streaming: Streaming,
     batches_of: BatchesOf,
     key: np.ndarray,
     worker: int | None = None,
@@ -216,142 +214,19 @@ def _make_compute(
         islands = dict(enumerate(_local_islands(strategies, jax.local_devices()[:devices])))
     else:
         islands = dict(zip([worker], _local_islands([strategies[worker]], jax.devices()), strict=True))
-    fragments = 1 if streaming is None else streaming.fragments.num_fragments
-    streams = Streams(CALLER, batches_of, [steps // fragments for steps in local_steps])
-    compressors, server_device = WorkerCompressors(codec), _first_local_device(next(iter(islands.values())))
 
     def first_state(worker: int, params: PyTree, clock: int) -> TrainState:
         island_key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key)), worker)
         return islands[worker].init(_copy(params), jax.random.fold_in(island_key, clock))
 
-    if streaming is not None:
-        streaming_islands = {
-            worker: Island(opt, streaming, _first_local_device(opt)) for worker, opt in islands.items()
-        }
-        return _streaming_compute(streaming, streaming_islands, first_state, streams, compressors, server_device)
-    states: dict[int, TrainState | None] = {}
-
-    def begin(worker: int, position: int) -> None:
-        streams.begin(worker, position)
-        compressors.begin(worker)
-        states[worker] = None  # an island that joins, or resumes from a checkpoint, has no optimizer state
-
-    def update(worker: int, params: PyTree, batches: Sequence[PyTree], clock: int) -> Update:
-        opt, state = islands[worker], states[worker]
-        if state is None:
-            state = first_state(worker, params, clock)
-        else:
-            state = state._replace(params=_placed(params, state.params))
-        step_metrics = []
-        for batch in batches:
-            state, metrics = opt.step.with_kinds(state, batch)
-            step_metrics.append(metrics)
-        states[worker] = state
-        device = _first_local_device(opt)
-        end, step_metrics = jax.device_put(gather_to_local_device((state.params, step_metrics)), device)
-        change, unchanged = _change(jax.device_put(params, device), end, step_metrics)
-        _check_frozen(opt, params, unchanged)
-        return jax.block_until_ready(to_device(compressors.encode(worker, change._replace(rows=1)), server_device))
-
-    return Compute(begin, streams.next_batch, update, lambda tree: jax.device_put(tree, server_device))
-
-
-def _streaming_compute(
-    streaming: Streaming,
-    islands: dict[int, Island],
-    first_state: Callable[[int, PyTree, int], TrainState],
-    streams: Streams,
-    compressors: WorkerCompressors,
-    server_device: Any,
-) -> Compute:
-    """Return islands that push fragment k mod P in round k, and take the previous fragment after `delay` steps of it."""
-    count = streaming.fragments.num_fragments
-
-    def begin(worker: int, position: int) -> None:
-        streams.begin(worker, position)
-        for number in range(count):
-            compressors.begin((worker, number))
-        islands[worker].leave()
-
-    def ahead(worker: int, batches: Sequence[PyTree]) -> None:
-        if islands[worker].state is not None:
-            islands[worker].step(batches[: streaming.delay])
-
-    def update(worker: int, params: PyTree, batches: Sequence[PyTree], clock: int) -> Update:
-        island, number = islands[worker], clock % count
-        if island.state is None:
-            island.join(first_state(worker, params, clock), params)
-        else:
-            island.step(
-                batches[len(island.step_metrics) : streaming.delay]
-            )  # for a replay, which does not call `ahead`
-            island.merge((clock - 1) % count, params)
-        island.step(batches[len(island.step_metrics) :])
-        (start, start_frozen), (end, end_frozen), step_metrics = island.take_push(number)
-        if changed := [path for path in start_frozen if not jnp.array_equal(start_frozen[path], end_frozen[path])]:
-            _refuse_updated(changed)
-        change, _ = _change(start, end, step_metrics)
-        encoded = compressors.encode((worker, number), change._replace(rows=1))
-        return jax.block_until_ready(to_device(encoded._replace(grads=Fragment(encoded.grads, number)), server_device))
-
-    return Compute(begin, streams.next_batch, update, lambda tree: jax.device_put(tree, server_device), ahead)
-
-
-def _first_local_device(opt: ShardedOptimizer) -> Any:
-    """Return the island's first device that belongs to this process."""
-    return next(device for device in opt.mesh.devices.flat if device.process_index == jax.process_index())
-
-
-def _placed(params: PyTree, like: PyTree) -> PyTree:
-    """Return a copy of the parameters with the placement of `like`; the next step takes over its memory."""
-    if jax.process_count() == 1:
-        return jax.device_put(_copy(params), jax.tree.map(lambda leaf: leaf.sharding, like))
-
-    def place(leaf: jax.Array | np.ndarray, reference_leaf: jax.Array) -> jax.Array:
-        values = np.asarray(leaf)
-        return jax.make_array_from_callback(values.shape, reference_leaf.sharding, lambda index: values[index])
-
-    return jax.tree.map(place, params, like)
+    streams = Streams(CALLER, batches_of, [steps // streaming.fragments.num_fragments for steps in local_steps])
+    made_islands = {worker: Island(opt, streaming) for worker, opt in islands.items()}
+    return Islands(made_islands, streaming, first_state, streams, WorkerCompressors(codec)).compute()
 
 
 @jax.jit
 def _copy(params: PyTree) -> PyTree:
     return jax.tree.map(jnp.copy, params)
-
-
-@jax.jit
-def _change(
-    start: PyTree, end: PyTree, step_metrics: list[dict[str, jax.Array | Metric]]
-) -> tuple[Update, list[jax.Array]]:
-    """Return the update, and for every leaf whether it is unchanged."""
-    grads = jax.tree.map(jnp.subtract, trained(start), trained(end))
-    metrics = {name: _over_steps([step[name] for step in step_metrics]) for name in step_metrics[0]}
-    loss = metrics.pop("loss")
-    assert isinstance(loss, Weighted)
-    update = Update(grads, loss, metrics, None)
-    pairs = zip(jax.tree.leaves(start), jax.tree.leaves(end), strict=True)
-    return update._replace(is_finite=finiteness(update)), [jnp.array_equal(a, b) for a, b in pairs]
-
-
-def _over_steps(values: Sequence[jax.Array | Metric]) -> Metric:
-    """Return a metric over several steps: combined as its kind (`Weighted`, `Sum`, `Max`, `Min`), else the mean."""
-    if metrics := [value for value in values if isinstance(value, Metric)]:
-        return reduce(lambda a, b: combined(a, jnp.add, jnp.maximum, jnp.minimum, b), metrics)
-    mean = jnp.stack([jnp.asarray(value, wide_dtype(jnp.asarray(value).dtype)) for value in values]).mean(0)
-    return Weighted(mean, jnp.ones((), mean.dtype))
-
-
-def _check_frozen(opt: ShardedOptimizer, params: PyTree, unchanged: Sequence[jax.Array]) -> None:
-    """Refuse new values of frozen leaves: they are not pushed, so each island would have others, and the run would lose them."""
-    frozen = FragmentPlan(1, stacked=False, frozen=tuple(opt.config.frozen)).untrained(params)
-    pairs = zip(leaves_with_paths(params), unchanged, strict=True)
-    if changed := [path for (path, _), is_unchanged in pairs if path in frozen and not is_unchanged]:
-        _refuse_updated(changed)
-
-
-def _refuse_updated(changed: list[str]) -> NoReturn:
-    problem = "loss_fn returns so.Updated, for which islands have no common value."
-    raise ValueError(format_error(CALLER, problem, changed, "train such leaves with ddp, zero, fsdp or diloco."))
 
 
 def _check_islands(strategies: Sequence[ShardedOptimizer | MakeIsland]) -> list[ShardedOptimizer]:
@@ -384,7 +259,7 @@ def _check_makers(strategies: Sequence[ShardedOptimizer | MakeIsland]) -> list[M
 
 def _check_local_steps(local_steps: int | Sequence[int], num_islands: int) -> list[int]:
     if is_integer(local_steps):
-        check_count(CALLER, "local_steps", local_steps, minimum=1)
+        check_count("local_steps", local_steps, minimum=1)
         return [int(local_steps)] * num_islands
     if isinstance(local_steps, str) or not isinstance(local_steps, Sequence | np.ndarray):
         problem = f"local_steps must be an integer or one for each island, got {local_steps!r}"
@@ -393,5 +268,5 @@ def _check_local_steps(local_steps: int | Sequence[int], num_islands: int) -> li
         problem = f"local_steps has {len(local_steps)} numbers for {num_islands} islands."
         raise ValueError(format_error(CALLER, problem, fix="pass one number, or one for each island."))
     for number, steps in enumerate(local_steps):
-        check_count(CALLER, f"local_steps[{number}]", steps, minimum=1)
+        check_count(f"local_steps[{number}]", steps, minimum=1)
     return [int(steps) for steps in local_steps]

@@ -10,10 +10,10 @@ from jax.sharding import Mesh
 
 from shardopt.core._arguments import check_count, is_integer
 from shardopt.core._block_model import LossFn
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, error_text
 from shardopt.mesh import data_axes, make_mesh
 from shardopt.parameter_server._clock import check_max_staleness
-from shardopt.parameter_server._optimizer import AsyncOptimizer, ReplayFn, check_backend, make_run
+from shardopt.parameter_server._optimizer import AsyncOptimizer, check_backend
 from shardopt.parameter_server._sparse import check_sparse
 from shardopt.parameter_server._worker import local_meshes, sgd_spec
 from shardopt.parameter_server.rules import Rule
@@ -25,6 +25,7 @@ Workers = int | Sequence[int | jax.Device | Sequence[jax.Device] | Mesh]
 """The number of workers, or for each worker a device, a sequence of devices or a mesh; on Ray its number of devices."""
 
 
+@calling(CALLER)
 def async_sgd(
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
@@ -60,7 +61,7 @@ def async_sgd(
         `error_feedback`, which is lost when the worker leaves, is killed or is resumed: see `metrics["lost_memory"]`.
       sparse: regexes of key paths of leaves [rows, ...], such as embedding tables. Only their rows with a gradient that is
         not zero are pushed and updated; see below.
-      backend: "threads"; or "ray", with server and workers as processes; see `parameter_server.RunFn`.
+      backend: "threads"; or "ray", with server and workers as processes; see `parameter_server.AsyncOptimizer`.
       nonfinite: the treatment of gradients that are not finite: "raise", which ends the run, or "skip".
       address: the address of the Ray cluster, such as "10.0.0.1:6379"; by default a local Ray starts, and ends with the run.
       max_restarts: on Ray, how often each killed worker is restarted; it joins at the clock of the slowest.
@@ -116,11 +117,11 @@ def async_sgd(
       Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013; Dean et al.,
       "Large Scale Distributed Deep Networks", 2012.
     """
-    check_max_staleness(CALLER, max_staleness)
-    check_backend(CALLER, backend, address, max_restarts, hang_timeout)
-    check_servers(CALLER, servers, {"reducer": reducer is not None, "sparse": bool(sparse)})
+    check_max_staleness(max_staleness)
+    check_backend(backend, address, max_restarts, hang_timeout)
+    check_servers(servers, {"reducer": reducer is not None, "sparse": bool(sparse)})
     on_ray = backend == "ray"
-    worker_devices = process_sizes(CALLER, workers) if on_ray else worker_meshes(CALLER, workers)
+    worker_devices = process_sizes(workers) if on_ray else worker_meshes(workers)
     spec = sgd_spec(
         CALLER,
         tx,
@@ -130,7 +131,7 @@ def async_sgd(
         rule=rule,
         nonfinite=nonfinite,
         reducer=reducer,
-        sparse=check_sparse(CALLER, sparse),
+        sparse=check_sparse(sparse),
         servers=servers,
         devices=[] if on_ray or servers == 1 else [mesh.devices.flat[0] for mesh in local_meshes(worker_devices)],
     )
@@ -140,56 +141,56 @@ def async_sgd(
             backend="ray", devices=worker_devices, address=address, max_restarts=restarts, hang_timeout=hang_timeout
         )
     meshes = tuple(local_meshes(worker_devices))
-    return AsyncOptimizer(make_run(spec), ReplayFn(spec), meshes, tx, max_staleness, rule, backend)
+    return AsyncOptimizer(spec, spec.make_server(donate=True), meshes, tx, max_staleness, rule)
 
 
-def check_servers(caller: str, servers: int, is_used: dict[str, bool]) -> None:
+def check_servers(servers: int, is_used: dict[str, bool]) -> None:
     """Refuse several servers together with an argument that they cannot be combined with.
 
     `is_used` has the names of these arguments, and whether the caller uses them.
     """
-    check_count(caller, "servers", servers, minimum=1)
+    check_count("servers", servers, minimum=1)
     if servers > 1 and (used_names := [name for name, used in is_used.items() if used]):
         name = used_names[0]
         problem = (
             f"servers={servers} and {name} cannot be combined: each server gets a range of every leaf of each push."
         )
-        raise ValueError(format_error(caller, problem, fix=f"leave out servers or {name}."))
+        raise ValueError(error_text(problem, fix=f"leave out servers or {name}."))
 
 
-def worker_meshes(caller: str, workers: Workers) -> list[Mesh]:
+def worker_meshes(workers: Workers) -> list[Mesh]:
     """Return the mesh of each worker. If `workers` is a number, they get the devices of this process in turn."""
     if is_integer(workers):
-        check_count(caller, "workers", workers, minimum=1)
+        check_count("workers", workers, minimum=1)
         devices = jax.local_devices()
         return [make_mesh(data=1, devices=[devices[i % len(devices)]]) for i in range(workers)]
     fix = "pass how many, or for each worker a device, a list of devices or a mesh."
     if isinstance(workers, str | bytes | Mesh) or not isinstance(workers, Sequence | np.ndarray):
         problem = f"workers must be an integer or a sequence, got {type(workers).__name__}."
-        raise TypeError(format_error(caller, problem, fix=fix))
+        raise TypeError(error_text(problem, fix=fix))
     if not len(workers):
-        raise ValueError(format_error(caller, "workers must be at least 1, got none.", fix=fix))
-    meshes = [_mesh(caller, number, worker, fix) for number, worker in enumerate(workers)]
-    check_not_shared(caller, meshes)
+        raise ValueError(error_text("workers must be at least 1, got none.", fix=fix))
+    meshes = [_mesh(number, worker, fix) for number, worker in enumerate(workers)]
+    check_not_shared(meshes)
     return meshes
 
 
-def _mesh(caller: str, number: int, worker: object, fix: str) -> Mesh:
+def _mesh(number: int, worker: object, fix: str) -> Mesh:
     if not isinstance(worker, Mesh):
         devices = list(worker) if isinstance(worker, Sequence | np.ndarray) else [worker]
         if not devices or not all(isinstance(device, jax.Device) for device in devices):
             problem = f"worker {number} must be a device, a sequence of devices or a mesh, got {worker!r}."
-            raise TypeError(format_error(caller, problem, fix=fix))
+            raise TypeError(error_text(problem, fix=fix))
         return make_mesh(data=len(devices), devices=devices)
     sizes = worker.shape.items()
     if unused := [f"{axis} (size {size})" for axis, size in sizes if size > 1 and axis not in data_axes(worker)]:
         problem = f"the mesh of worker {number} has axes that nothing is split over: {', '.join(unused)}."
         fix = "an async_sgd worker splits its batch: use so.make_mesh(data=...)."
-        raise ValueError(format_error(caller, problem, fix=fix))
+        raise ValueError(error_text(problem, fix=fix))
     return worker
 
 
-def check_not_shared(caller: str, meshes: Sequence[Mesh], noun: str = "worker") -> None:
+def check_not_shared(meshes: Sequence[Mesh], noun: str = "worker") -> None:
     """Refuse shared devices: of two programs with collectives, each can wait for a device that the other one has."""
     owners = defaultdict(list)
     for number, mesh in enumerate(meshes):
@@ -202,20 +203,20 @@ def check_not_shared(caller: str, meshes: Sequence[Mesh], noun: str = "worker") 
     ]
     if shared:
         problem = f"{'an' if noun[0] in 'aeiou' else 'a'} {noun} with several devices must have them for itself."
-        raise ValueError(format_error(caller, problem, shared, f"give each its own, or one device to several {noun}s."))
+        raise ValueError(error_text(problem, shared, f"give each its own, or one device to several {noun}s."))
 
 
-def process_sizes(caller: str, workers: Workers) -> list[int]:
+def process_sizes(workers: Workers) -> list[int]:
     """Return the number of devices of each worker's process."""
     if is_integer(workers):
-        check_count(caller, "workers", workers, minimum=1)
+        check_count("workers", workers, minimum=1)
         return [1] * int(workers)
     if isinstance(workers, str | bytes) or not isinstance(workers, Sequence) or not all(map(is_integer, workers)):
         problem = f"on Ray workers must be an integer or for each its number of devices, got {workers!r}."
-        raise TypeError(format_error(caller, problem, fix="pass workers=4, or workers=[2, 2] for two devices each."))
+        raise TypeError(error_text(problem, fix="pass workers=4, or workers=[2, 2] for two devices each."))
     if not workers:
-        raise ValueError(format_error(caller, "workers must be at least 1, got none.", fix="pass workers=4."))
+        raise ValueError(error_text("workers must be at least 1, got none.", fix="pass workers=4."))
     sizes = [int(size) for size in workers if is_integer(size)]
     for number, size in enumerate(sizes):
-        check_count(caller, f"workers[{number}]", size, minimum=1)
+        check_count(f"workers[{number}]", size, minimum=1)
     return sizes

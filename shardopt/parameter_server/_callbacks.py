@@ -8,7 +8,7 @@ import numpy as np
 from shardopt.core import _early_stopping as stopping
 from shardopt.core._arguments import check_count
 from shardopt.core._early_stopping import EarlyStopping, StoppingState
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, error_text, format_error
 from shardopt.core._types import PyTree
 from shardopt.parameter_server._coordinator import Coordinator, Milestone, SavePolicy
 from shardopt.parameter_server._run import CheckpointStore, Run, RunSnapshot, load_snapshot, restore_run
@@ -24,7 +24,7 @@ _PROGRESS_SECONDS = 0.25
 
 
 class Callbacks:
-    """Saves and evaluates milestones; arguments as in `RunFn`. To show a run, set `show`, from `show_workers`."""
+    """Saves and evaluates milestones; arguments as in `AsyncOptimizer.run`. To show a run, set `show`, from `show_workers`."""
 
     def __init__(
         self,
@@ -37,18 +37,18 @@ class Callbacks:
         progress: bool = False,
     ):
         if not isinstance(progress, bool):
-            raise TypeError(f"{caller}: progress must be True or False, got {progress!r}.")
+            raise TypeError(error_text(f"progress must be True or False, got {progress!r}."))
         if checkpoints is not None and not all(hasattr(checkpoints, name) for name in _STORE_ATTRIBUTES):
             problem = f"checkpoints must be a shardopt.Checkpoints, got {type(checkpoints).__name__}."
-            raise TypeError(format_error(caller, problem, fix="pass so.Checkpoints(folder, every=100, keep=3)."))
+            raise TypeError(error_text(problem, fix="pass so.Checkpoints(folder, every=100, keep=3)."))
         if early_stopping is not None and not isinstance(early_stopping, EarlyStopping):
             problem = f"early_stopping must be a shardopt.training.EarlyStopping, got {type(early_stopping).__name__}."
-            raise TypeError(format_error(caller, problem, fix='pass so.training.EarlyStopping("loss", patience=5).'))
+            raise TypeError(error_text(problem, fix='pass so.training.EarlyStopping("loss", patience=5).'))
         if evaluate is not None and not callable(evaluate):
             raise TypeError(
-                f"{caller}: evaluate must be a function (params) -> metrics, got {type(evaluate).__name__}."
+                error_text(f"evaluate must be a function (params) -> metrics, got {type(evaluate).__name__}.")
             )
-        check_count(caller, "evaluate_every", evaluate_every, minimum=1)
+        check_count("evaluate_every", evaluate_every, minimum=1)
         self.caller, self.checkpoints, self.early_stopping, self.evaluate = (
             caller,
             checkpoints,
@@ -151,7 +151,8 @@ class Callbacks:
                 problem = f"evaluate must return a dict of metrics, got {type(results).__name__}."
                 raise TypeError(format_error(self.caller, problem, fix='return {"val_loss": loss}.'))
             metrics |= {name: float(value) for name, value in results.items()}
-        stopping.check_metric(self.early_stopping, metrics, self.caller)
+        with calling(self.caller):
+            stopping.check_metric(self.early_stopping, metrics)
         self.stopping_state = stopping.update(self.early_stopping, self.stopping_state, version, metrics)
         self.evaluations.append({"step": version, **metrics})
         self._last_metrics = metrics

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple, TypeVar
 
 from shardopt.core._arguments import check_count, is_integer
-from shardopt.core._errors import format_error, plural
+from shardopt.core._errors import calling, error_text, format_error, plural
 
 CALLER = "parameter_server"
 
@@ -89,6 +89,7 @@ class Clock(NamedTuple):
     fastest: int = 0
 
 
+@calling(CALLER)
 def make_clock(max_staleness: int | None) -> Clock:
     """Return a clock without workers.
 
@@ -105,13 +106,14 @@ def make_clock(max_staleness: int | None) -> Clock:
     References:
       Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013.
     """
-    check_max_staleness(CALLER, max_staleness)
+    check_max_staleness(max_staleness)
     return Clock(None if max_staleness is None else int(max_staleness))
 
 
+@calling(CALLER)
 def join(clock: Clock, worker: int) -> Clock:
     """Add a worker at the clock of the slowest: it need not wait, and other workers need not wait longer."""
-    check_count(CALLER, "worker", worker, minimum=0)
+    check_count("worker", worker, minimum=0)
     if worker in clock.steps:
         problem = f"worker {worker} cannot join: it is there already, at clock {clock.steps[worker]}."
         raise ValueError(
@@ -177,19 +179,18 @@ def _decrement(counts: Mapping[int, int], step: int) -> dict[int, int]:
 _UNBOUNDED_FIX = "0 waits at every step, s lets the fastest run s steps ahead, None never waits."
 
 
-def check_max_staleness(caller: str, max_staleness: int | None) -> None:
+def check_max_staleness(max_staleness: int | None) -> None:
     """Refuse a bound that is neither None nor an integer of at least 0."""
     if max_staleness is None:
         return
     if not is_integer(max_staleness):
         problem = f"max_staleness must be an integer or None, got {max_staleness!r} ({type(max_staleness).__name__})."
-        raise TypeError(format_error(caller, problem, fix=_UNBOUNDED_FIX))
+        raise TypeError(error_text(problem, fix=_UNBOUNDED_FIX))
     if max_staleness < 0:
-        raise ValueError(
-            format_error(caller, f"max_staleness must be at least 0, got {max_staleness}.", fix=_UNBOUNDED_FIX)
-        )
+        raise ValueError(error_text(f"max_staleness must be at least 0, got {max_staleness}.", fix=_UNBOUNDED_FIX))
 
 
+@calling("should_sync")
 def should_sync(step: int, max_staleness: int) -> bool:
     """Return whether a worker that may be `max_staleness` steps behind fetches the parameters before this step.
 
@@ -217,6 +218,6 @@ def should_sync(step: int, max_staleness: int) -> bool:
       Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013, section 3:
       the cache of a worker is read until it is too old.
     """
-    check_count("should_sync", "step", step, minimum=0)
-    check_count("should_sync", "max_staleness", max_staleness, minimum=0)
+    check_count("step", step, minimum=0)
+    check_count("max_staleness", max_staleness, minimum=0)
     return bool(step % (max_staleness + 1) == 0)

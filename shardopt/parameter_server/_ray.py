@@ -23,6 +23,7 @@ import jax
 
 from shardopt.core._errors import format_error
 from shardopt.core._types import PyTree
+from shardopt.parameter_server._apply import Programs
 from shardopt.parameter_server._callbacks import Callbacks
 from shardopt.parameter_server._coordinator import Coordinator, Milestone, WorkerTask
 from shardopt.parameter_server._fragments import Fragment
@@ -41,7 +42,7 @@ from shardopt.parameter_server._run import (
     take_snapshot,
 )
 from shardopt.parameter_server._settings import settings_values, use_settings
-from shardopt.parameter_server._sharded import ShardPrograms, combine_leaves, shard, unshard
+from shardopt.parameter_server._sharded import combine_leaves, shard, unshard
 from shardopt.parameter_server._updates import Update
 from shardopt.parameter_server._views import Status, show_workers
 from shardopt.parameter_server._worker import Streams, no_compute, run_worker
@@ -299,12 +300,14 @@ class RayDriver:
         if timeout is None:
             return
         now = time.monotonic() - self.callback_seconds
+        # At the end of a run, a process that has ended already may wait long for the others.
+        running_workers = {worker for worker, _ in self.running.values()}
         for status in self.status().workers:
             progress = status.doing, status.clock, status.pushes, self.incarnations[status.worker]
             last_progress, since = self.last_progress.get(status.worker, (None, now))
             if progress != last_progress or status.doing in ("waits", "gone"):
                 self.last_progress[status.worker] = progress, now
-            elif now - since > timeout * (_COMPILE_FACTOR if status.is_new else 1) and status.worker in self.alive:
+            elif now - since > timeout * (_COMPILE_FACTOR if status.is_new else 1) and status.worker in running_workers:
                 _LOG.warning(
                     "%s: worker %d hangs: it %s without progress for %.0f s, at its step %d; its processes are killed.",
                     *(self.spec.caller, status.worker, status.doing, now - since, status.clock),
@@ -400,7 +403,7 @@ class RayDriver:
             return False
 
 
-def programs_of(make_server: MakeServer) -> ShardPrograms | None:
+def programs_of(make_server: MakeServer) -> Programs | None:
     """Return the programs of one of several servers; None if there is one server."""
     return make_server(donate=True).programs
 

@@ -17,15 +17,15 @@ import numpy as np
 from shardopt.core._errors import format_error
 from shardopt.core._types import PyTree, Weighted
 from shardopt.parameter_server._apply import (
-    ServerArrays,
+    Programs,
     UpdateResult,
     copy_without_weak_type,
     metrics_of,
     run_arguments,
 )
+from shardopt.parameter_server._mathematics import ServerArrays
 from shardopt.parameter_server._sharded import (
     ServerShards,
-    ShardPrograms,
     abstract_params,
     combine_leaves,
     shapes_of,
@@ -114,7 +114,7 @@ class ShardProcess:
 
         begin_process(settings, devices=1, platform="cpu")
         self.token = token
-        self.programs: ShardPrograms = cloudpickle.loads(programs)()
+        self.programs: Programs = cloudpickle.loads(programs)()
         self.version, self.shard, self.states = -1, None, (None, None)
 
     def begin(self, token: str, shard: PyTree) -> PyTree:
@@ -147,7 +147,7 @@ class ShardProcess:
         """Make an update; return the new shard of the parameters."""
         grads, server_sums = grads_and_sums[: len(pushed)], grads_and_sums[len(pushed) :]
         args = self._arguments(token, number, pushed, delay, pulled, grads)
-        result = self.programs.apply(list(server_sums), args)
+        result = self.programs.finish(list(server_sums), args)
         self.shard, self.states, self.version = result.params, (result.opt_state, result.rule_state), number
         return jax.device_get(result.params)
 
@@ -182,7 +182,7 @@ class RayServers:
       begin_process: sets up JAX in a new process.
       settings: the settings that `begin_process` takes.
       token: the token of the run.
-      programs: `programs() -> ShardPrograms`, pickled.
+      programs: `programs() -> Programs`, pickled.
       servers: the number of servers.
       has_sums: `has_sums(shard)` of these programs.
     """
@@ -249,9 +249,9 @@ class RayServers:
             stored = self.versions[version] = StoredParams(version, refs)
         return RemoteParams(stored, untrained(params), abstract_shard, shapes), (), ()
 
-    def pushed_params(self, update: Update, params: RemoteParams) -> PyTree:
-        """Return shapes and dtypes of the parameters: an update changes all."""
-        return abstract_params(ServerShards((params.abstract_shard,), params.untrained, params.shapes))
+    def changed_by(self, update: Update, params: RemoteParams) -> PyTree:
+        """Return shapes and dtypes of the trained parameters: an update changes all."""
+        return trained(abstract_params(ServerShards((params.abstract_shard,), params.untrained, params.shapes)))
 
     def full_params(self, params: RemoteParams) -> PyTree:
         """Return the unsharded parameters, from all servers."""

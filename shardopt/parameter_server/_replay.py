@@ -7,7 +7,7 @@ import numpy as np
 import optax
 
 from shardopt.core._block_model import LossFn
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, format_error
 from shardopt.core._types import PyTree
 from shardopt.mesh import make_mesh
 from shardopt.parameter_server._log import Header, Log, Positions
@@ -21,6 +21,7 @@ from shardopt.reducers import Reducer
 CALLER = "replay"
 
 
+@calling(CALLER)
 def replay(
     log: Log,
     tx: optax.GradientTransformation,
@@ -144,7 +145,7 @@ def _next(compute: Compute, worker: int, clock: int) -> PyTree:
 
 
 def _check_reducer(recorded: str | None, reducer: Reducer | None) -> None:
-    codec = check_codec(CALLER, reducer)
+    codec = check_codec(reducer)
     name = None if codec is None else codec.name
     if name != recorded:
         problem = (

@@ -17,9 +17,9 @@ import numpy as np
 
 from shardopt.core._errors import CheckpointError, format_error
 from shardopt.core._types import PyTree, TrainState
-from shardopt.parameter_server._apply import Mathematics
 from shardopt.parameter_server._clock import PersistentMap, make_clock
 from shardopt.parameter_server._log import Event, Header, Log, Positions
+from shardopt.parameter_server._mathematics import Mathematics
 from shardopt.parameter_server._server import Server, ServerState
 from shardopt.parameter_server._updates import Update, check_params, digest
 from shardopt.parameter_server._views import Status, WorkerStats, summarize
@@ -79,7 +79,7 @@ class RunSpec(NamedTuple):
       devices: on Ray, the number of devices of each worker's process.
       address: the address of the Ray cluster; None for a local one.
       max_restarts: on Ray, how often each worker that was killed is restarted.
-      check_params: `check_params(caller, params)` refuses parameters that this run cannot train.
+      check_params: `check_params(params)` refuses parameters that this run cannot train.
       servers: the number of servers that the parameters are sharded over.
       hosts: on Ray, the number of processes of each worker, each with its `devices`.
       hang_timeout: on Ray, a worker is killed after so many seconds without progress; None for never.
@@ -94,7 +94,7 @@ class RunSpec(NamedTuple):
     devices: Sequence[int] = ()
     address: str | None = None
     max_restarts: int = 0
-    check_params: Callable[[str, PyTree], None] = check_params
+    check_params: Callable[[PyTree], None] = check_params
     servers: int = 1
     hosts: int = 1
     hang_timeout: float | None = None
@@ -105,7 +105,7 @@ class RunSpec(NamedTuple):
 
 
 class Job(NamedTuple):
-    """The arguments of one call of `RunFn`.
+    """The arguments of one call of `AsyncOptimizer.run`.
 
     Attributes:
       params: the initial parameters.

@@ -8,23 +8,23 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from shardopt.config._check import check_optimizer
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, format_error
 from shardopt.core._types import PyTree
-from shardopt.engine._config import check_optimizer
 from shardopt.parameter_server import _clock as clocks
-from shardopt.parameter_server._apply import Mathematics, UnshardedMathematics, copy_states
+from shardopt.parameter_server._apply import Programs
 from shardopt.parameter_server._clock import Clock, PersistentMap
-from shardopt.parameter_server._fragments import FragmentMathematics, FragmentPlan
+from shardopt.parameter_server._fragments import FragmentPlan
 from shardopt.parameter_server._log import Event
-from shardopt.parameter_server._sharded import Devices, ShardedMathematics, ShardPrograms
+from shardopt.parameter_server._mathematics import Mathematics, OneServer, copy_states
+from shardopt.parameter_server._sharded import Devices, LocalServers
 from shardopt.parameter_server._updates import (
     NO_WEIGHT,
     NonFiniteUpdateError,
     Update,
     check_params,
     faults,
-    trained,
 )
 from shardopt.parameter_server.rules import Rule, plain
 from shardopt.reducers import Reducer, compressor
@@ -95,16 +95,17 @@ class Server:
     fragments: FragmentPlan | None = None
 
     @property
-    def programs(self) -> ShardPrograms | None:
+    def programs(self) -> Programs | None:
         """The programs of one of several servers in this process; None if there are none."""
-        return self.mathematics.programs if isinstance(self.mathematics, ShardedMathematics) else None
+        return self.mathematics.programs if isinstance(self.mathematics, LocalServers) else None
 
+    @calling(CALLER)
     def init(self, params: PyTree) -> ServerState:
         """Return the first state, with a copy of the parameters."""
         clock = clocks.make_clock(self.max_staleness)
         if self.mathematics is None:
             return ServerState(None, None, None, 0, clock)
-        check_params(CALLER, params)
+        check_params(params)
         return ServerState(*self.mathematics.begin(params), 0, clock)
 
     def join(self, state: ServerState, worker: int) -> tuple[ServerState, Event]:
@@ -196,7 +197,7 @@ class Server:
     def _faults(self, state: ServerState, update: Any) -> list[str]:
         if self.mathematics is None:
             return []
-        return faults(update, trained(self.mathematics.pushed_params(update, state.params)))
+        return faults(update, self.mathematics.changed_by(update, state.params))
 
     def _refuse_or_raise(self, worker: int, step: int, reasons: list[str]) -> bool:
         """Return whether there is a reason to refuse a push; raise with nonfinite="raise"."""
@@ -225,6 +226,7 @@ class Server:
         return state._replace(**self.mathematics.apply(state[:3], updates, pulled, delay)._asdict())
 
 
+@calling(CALLER)
 def make_server(
     tx: optax.GradientTransformation | None,
     *,
@@ -296,7 +298,7 @@ def make_server(
       "Scaling Distributed Machine Learning with the Parameter Server", 2014.
     """
     if tx is not None:
-        check_optimizer(CALLER, tx)
+        check_optimizer(tx)
     max_staleness = clocks.make_clock(max_staleness).max_staleness  # checked, and an int
     rule = plain() if rule is None else rule
     if not isinstance(rule, Rule):
@@ -311,15 +313,12 @@ def make_server(
         raise TypeError(format_error(CALLER, problem, fix="keep plain numbers and strings in it.")) from None
     if nonfinite not in ("raise", "skip"):
         raise ValueError(f"{CALLER}: nonfinite must be 'raise' or 'skip', got {nonfinite!r}.")
-    check_count(CALLER, "servers", servers, minimum=1)
+    check_count("servers", servers, minimum=1)
     codec = None if reducer is None else compressor(reducer)
     if codec is not None and servers > 1:
         problem = f"reducer={codec.name} writes all leaves as one message, which {servers} servers cannot share."
         raise ValueError(format_error(CALLER, problem, fix="leave out servers or reducer."))
     if mathematics is None and tx is not None:
-        if servers > 1:
-            mathematics = ShardedMathematics(ShardPrograms(tx, rule, servers, donate), devices)
-        else:
-            mathematics = UnshardedMathematics(tx, rule, donate, codec)
-        mathematics = mathematics if fragments is None else FragmentMathematics(mathematics, fragments)
+        programs = Programs(tx, rule, donate, int(servers), codec)
+        mathematics = OneServer(programs, fragments) if servers == 1 else LocalServers(programs, devices)
     return Server(mathematics, max_staleness, rule, nonfinite, codec and codec.name, int(servers), fragments)

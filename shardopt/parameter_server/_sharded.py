@@ -1,8 +1,8 @@
 """Parameters and optimizer state that are sharded over several servers: each has an equal range of every leaf."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,19 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, error_text, format_error
 from shardopt.core._types import PyTree, Weighted, abstract, wide_dtype
 from shardopt.parameter_server._apply import (
-    ServerArrays,
+    Programs,
     UpdateResult,
-    begin_states,
-    copy_states,
     copy_without_weak_type,
     run_arguments,
     update_program,
 )
-from shardopt.parameter_server._sparse import is_rows
-from shardopt.parameter_server._sums import AXIS, split_at_sums
+from shardopt.parameter_server._mathematics import ServerArrays, copy_states
+from shardopt.parameter_server._sparse import has_rows
+from shardopt.parameter_server._sums import AXIS
 from shardopt.parameter_server._updates import Update, check_update, trained, untrained
 from shardopt.parameter_server.rules import Rule
 from shardopt.transforms._shard_checks import check_elementwise
@@ -110,54 +109,7 @@ def combine_leaves(trained_params: PyTree, untrained_params: PyTree) -> PyTree:
 
 
 @dataclass(frozen=True)
-class ShardPrograms:
-    """The programs that each of several servers runs on its shard, in this process or in another.
-
-    `args` are `run_arguments` of the shard of the parameters, of its states, and of updates with its range of the gradients.
-
-    Attributes:
-      tx: the optimizer.
-      rule: the staleness rule.
-      servers: the number of servers.
-      donate: let each update take over the memory of the states.
-    """
-
-    tx: optax.GradientTransformation
-    rule: Rule
-    servers: int
-    donate: bool
-
-    @cached_property
-    def _jitted(self) -> tuple[Callable[..., Any], ...]:
-        """The phase before the sums over servers, the phase after them, and the update without such sums."""
-        run, donated = update_program(self.tx, self.rule), (1, 2) if self.donate else ()
-        sums, finish = split_at_sums(run, self.servers)
-        jitted_finish = jax.jit(finish, donate_argnums=[1 + i for i in donated])
-        return jax.jit(sums), jitted_finish, jax.jit(run, donate_argnums=donated)
-
-    def begin(self, shard: PyTree) -> tuple[PyTree, PyTree]:
-        """Return the initial states of the optimizer and of the rule."""
-        return begin_states(self.tx, self.rule, shard)
-
-    def has_sums(self, shard: PyTree) -> bool:
-        """Return whether the optimizer needs sums over all servers, in a first phase."""
-        scalar = jax.ShapeDtypeStruct((), jnp.float32)
-        states = jax.eval_shape(lambda shard: (self.tx.init(shard), self.rule.init(shard)), shard)
-        update = Update(shard, Weighted(scalar, scalar), {}, 1)
-        return bool(jax.eval_shape(self._jitted[0], *run_arguments((shard, *states), [update], None, 0)))
-
-    def sums(self, args: tuple[Any, ...]) -> list[jax.Array]:
-        """Return the terms that this shard adds to the sums."""
-        return self._jitted[0](*args)
-
-    def apply(self, server_sums: Sequence[Sequence[jax.Array]], args: tuple[Any, ...]) -> UpdateResult:
-        """Update this shard, with the terms of all servers."""
-        _, finish, run = self._jitted
-        return finish(server_sums, *args) if server_sums and server_sums[0] else run(*args)
-
-
-@dataclass(frozen=True)
-class ShardedMathematics:
+class LocalServers:
     """The mathematics of several servers in this process.
 
     Attributes:
@@ -166,15 +118,16 @@ class ShardedMathematics:
       has_sums: the structure of parameters -> whether the optimizer needs sums over all servers.
     """
 
-    programs: ShardPrograms
+    programs: Programs
     devices: Devices = ()
     has_sums: dict[Hashable, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
     copy = staticmethod(copy_states)
     full_params = staticmethod(full_params)
 
+    @calling(CALLER)
     def begin(self, params: PyTree) -> ServerArrays:
         """Return the shards of the parameters and the initial states of each server."""
-        check_shardable(CALLER, self.programs.tx, self.programs.rule, params, self.programs.servers)
+        check_shardable(self.programs.tx, self.programs.rule, params, self.programs.servers)
         params = jax.tree.map(copy_without_weak_type, params)
         trained_params = trained(params)
         trees = self._placed(_shard(trained_params, self.programs.servers))
@@ -188,16 +141,16 @@ class ShardedMathematics:
         shards = ServerShards(self._placed(params.trees), params.rest, params.shapes)
         return shards, self._placed(opt_state), self._placed(rule_state)
 
-    def pushed_params(self, update: Update, params: ServerShards) -> PyTree:
-        """Return shapes and dtypes of the parameters: an update changes all."""
-        return abstract_params(params)
+    def changed_by(self, update: Update, params: ServerShards) -> PyTree:
+        """Return shapes and dtypes of the trained parameters: an update changes all."""
+        return trained(abstract_params(params))
 
     def check(self, update: Update | None, params: ServerShards, worker: int) -> Update:
         """Return the update, or refuse it if it is sparse or does not match the parameters."""
-        if isinstance(update, Update) and any(is_rows(x) for x in jax.tree.leaves(update.grads, is_leaf=is_rows)):
+        if isinstance(update, Update) and has_rows(update.grads):
             problem = f"a sparse push cannot be shared out over {self.programs.servers} servers."
             raise ValueError(format_error(CALLER, problem, fix="push dense gradients, or use one server."))
-        return check_update(update, abstract_params(params), worker)
+        return check_update(update, trained(abstract_params(params)), worker)
 
     def apply(
         self, arrays: ServerArrays, updates: Sequence[Update], pulled: ServerShards | None, delay: int
@@ -218,7 +171,7 @@ class ShardedMathematics:
         if key not in self.has_sums:
             self.has_sums[key] = self.programs.has_sums(params.trees[0])
         server_sums = [jax.device_get(self.programs.sums(args)) for args in server_args] if self.has_sums[key] else []
-        results = [self.programs.apply(server_sums, args) for args in server_args]
+        results = [self.programs.finish(server_sums, args) for args in server_args]
         trees, opt_states, rule_states, metrics = zip(*results, strict=True)
         return UpdateResult(ServerShards(trees, params.rest, params.shapes), opt_states, rule_states, metrics[0])
 
@@ -228,7 +181,7 @@ class ShardedMathematics:
         return tuple(_put(tree, self.devices[i % len(self.devices)]) for i, tree in enumerate(trees))
 
 
-def check_shardable(caller: str, tx: optax.GradientTransformation, rule: Rule, params: PyTree, servers: int) -> None:
+def check_shardable(tx: optax.GradientTransformation, rule: Rule, params: PyTree, servers: int) -> None:
     """Refuse an optimizer or a rule that is not proved to treat ranges of leaves as it treats full leaves.
 
     Raises:
@@ -255,19 +208,19 @@ def check_shardable(caller: str, tx: optax.GradientTransformation, rule: Rule, p
 
     def check() -> jax.Array:
         inputs, input_shards = ((tree, (tree, tree)) for tree in (trained_params, shards))
-        check_elementwise(caller, update_and_rule, (AXIS,), inputs, input_shards, {})
+        check_elementwise(update_and_rule, (AXIS,), inputs, input_shards, {})
         return jnp.zeros(())
 
     try:
         jax.make_jaxpr(check, axis_env=[(AXIS, servers)])()
     except ValueError as error:
-        reason = str(error).split("\n")[0].removeprefix(f"{caller}: ").replace("inner", "the optimizer or the rule", 1)
+        reason = str(error).split("\n")[0].partition(": ")[2].replace("inner", "the optimizer or the rule", 1)
         problem = f"servers={servers} gives each server a range of every leaf, and {reason}"
         fix = (
             "use what works element by element (sgd, adam, adamw, lion, ...); for clipping by the global norm "
             'so.transforms.clip_by_global_norm(max_norm, "servers", split=True); or servers=1, which takes any optimizer.'
         )
-        raise ValueError(format_error(caller, problem, fix=fix)) from error
+        raise ValueError(error_text(problem, fix=fix)) from error
 
 
 def _put(tree: PyTree, device: Any) -> PyTree:

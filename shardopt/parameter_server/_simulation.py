@@ -13,7 +13,7 @@ import optax
 
 from shardopt.core._arguments import check_count, check_number, is_integer, is_number
 from shardopt.core._block_model import LossFn
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, error_text, format_error
 from shardopt.core._types import PyTree
 from shardopt.mesh import make_mesh
 from shardopt.parameter_server._run import AsyncResult, BatchesOf, Compute, Run
@@ -53,6 +53,7 @@ class SimulatedWorker(NamedTuple):
         return self.latency + size / self.bandwidth
 
 
+@calling(CALLER)
 def simulate(
     workers: int | Sequence[SimulatedWorker],
     *,
@@ -124,7 +125,7 @@ def simulate(
     """
     workers = _check_workers(workers)
     _check_numbers(num_updates, until, message_bytes, server_seconds, seed)
-    codec = check_codec(CALLER, reducer)
+    codec = check_codec(reducer)
     training_arguments = {"tx": tx, "loss_fn": loss_fn, "params": params, "batches_of": batches_of}
     missing = [name for name, value in training_arguments.items() if value is None]
     if missing and len(missing) < len(training_arguments):
@@ -135,9 +136,9 @@ def simulate(
         make_run_server, header, compute, sizes = partial(make_server, None, **options), {}, no_compute(), (0, 0)
     else:
         mesh = make_mesh(data=1, devices=jax.local_devices()[:1])
-        spec, key = sgd_spec(CALLER, tx, loss_fn, [mesh] * len(workers), **options), key_data(CALLER, rng)
+        spec, key = sgd_spec(CALLER, tx, loss_fn, [mesh] * len(workers), **options), key_data(rng)
         make_run_server, header, compute = spec.make_server, spec.settings(key), spec.make_compute(batches_of, key)
-        spec.check_params(CALLER, params)
+        spec.check_params(params)
         params = compute.on_server(params)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         sizes = (size, size if codec is None else codec.nbytes(trained(params)))
@@ -152,7 +153,7 @@ def simulate(
 def _check_workers(workers: int | Sequence[SimulatedWorker]) -> Sequence[SimulatedWorker]:
     """Return the sequence of workers, or a number of equal workers as a list; refuse other arguments."""
     if is_integer(workers):
-        check_count(CALLER, "workers", workers, minimum=1)
+        check_count("workers", workers, minimum=1)
         return [SimulatedWorker()] * int(workers)
     if isinstance(workers, SimulatedWorker) or not isinstance(workers, Sequence):
         problem = f"workers must be an integer or a sequence of SimulatedWorker, got {type(workers).__name__}."
@@ -163,41 +164,41 @@ def _check_workers(workers: int | Sequence[SimulatedWorker]) -> Sequence[Simulat
         name = f"workers[{number}]"
         if not isinstance(worker, SimulatedWorker):
             raise TypeError(f"{CALLER}: {name} must be a SimulatedWorker, got {type(worker).__name__}.")
-        check_duration(CALLER, f"{name}.step_seconds", worker.step_seconds)
-        check_number(CALLER, f"{name}.latency", worker.latency)
+        check_duration(f"{name}.step_seconds", worker.step_seconds)
+        check_number(f"{name}.latency", worker.latency)
         if worker.bandwidth != math.inf:
-            check_number(CALLER, f"{name}.bandwidth", worker.bandwidth, positive=True)
-        check_availability(CALLER, name, worker.availability)
+            check_number(f"{name}.bandwidth", worker.bandwidth, positive=True)
+        check_availability(name, worker.availability)
     return workers
 
 
-def check_availability(caller: str, name: str, availability: Sequence[tuple[float, float]]) -> None:
+def check_availability(name: str, availability: Sequence[tuple[float, float]]) -> None:
     """Refuse periods that are not pairs of numbers, or whose numbers do not increase from each to the next."""
     numbers = []
     if isinstance(availability, Sequence) and all(isinstance(p, Sequence) and len(p) == 2 for p in availability):
         numbers = [number for period in availability for number in period]
     if not numbers or not all(map(is_number, numbers)):
         raise TypeError(
-            f"{caller}: {name}.availability must be a sequence of periods (from, to), got {availability!r}."
+            error_text(f"{name}.availability must be a sequence of periods (from, to), got {availability!r}.")
         )
     if not numbers[0] >= 0 or not all(a < b for a, b in itertools.pairwise(numbers)):
-        raise ValueError(f"{caller}: {name}.availability must rise from at least 0, got {availability!r}.")
+        raise ValueError(error_text(f"{name}.availability must rise from at least 0, got {availability!r}."))
 
 
 def _check_numbers(
     num_updates: int | None, until: float, message_bytes: float | None, server_seconds: float, seed: int
 ) -> None:
     if num_updates is not None:
-        check_count(CALLER, "num_updates", num_updates, minimum=0)
+        check_count("num_updates", num_updates, minimum=0)
     if until != math.inf:
-        check_number(CALLER, "until", until)
+        check_number("until", until)
     elif num_updates is None:
         fix = "pass num_updates, or until in seconds."
         raise ValueError(format_error(CALLER, "nothing says when to stop.", fix=fix))
     if message_bytes is not None:
-        check_number(CALLER, "message_bytes", message_bytes)
-    check_number(CALLER, "server_seconds", server_seconds)
-    check_count(CALLER, "seed", seed, minimum=0)
+        check_number("message_bytes", message_bytes)
+    check_number("server_seconds", server_seconds)
+    check_count("seed", seed, minimum=0)
 
 
 _JOIN, _ARRIVE, _PUSH, _DIE = range(4)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import optax
 
-from shardopt.core._errors import format_error
+from shardopt.core._errors import error_text, format_error
 from shardopt.core._types import PyTree, abstract, leaves_with_paths
 from shardopt.transforms._elementwise import compare
 from shardopt.transforms._primitives import ELEMENT, SAME, SHAPE, Label, LeafSplit
@@ -36,32 +36,35 @@ def is_rows(leaf: object) -> TypeGuard[SparseRows]:
     return isinstance(leaf, SparseRows)
 
 
+def has_rows(grads: PyTree) -> bool:
+    """Return whether some leaf of a gradient is a `SparseRows`."""
+    return any(map(is_rows, jax.tree.leaves(grads, is_leaf=is_rows)))
+
+
 def values_of(grads: PyTree) -> PyTree:
     """Return the gradient with each sparse leaf replaced by its values."""
     return jax.tree.map(lambda leaf: leaf.values if is_rows(leaf) else leaf, grads, is_leaf=is_rows)
 
 
-def check_sparse(caller: str, sparse: Iterable[str]) -> tuple[str, ...]:
+def check_sparse(sparse: Iterable[str]) -> tuple[str, ...]:
     """Return the regular expressions as a tuple, or raise if one is not a valid regular expression."""
     if isinstance(sparse, str) or not isinstance(sparse, Iterable) or not all(isinstance(p, str) for p in sparse):
-        raise TypeError(f"{caller}: sparse must be a sequence of regular expressions, got {sparse!r}.")
+        raise TypeError(error_text(f"sparse must be a sequence of regular expressions, got {sparse!r}."))
     for pattern in sparse:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"{caller}: sparse must be regular expressions, got {pattern!r} ({error}).") from None
+            raise ValueError(error_text(f"sparse must be regular expressions, got {pattern!r} ({error}).")) from None
     return tuple(sparse)
 
 
-def check_matches(caller: str, sparse: Sequence[str], trained_params: PyTree) -> None:
+def check_matches(sparse: Sequence[str], trained_params: PyTree) -> None:
     """Refuse patterns that match no trained leaf with rows."""
     leaves = leaves_with_paths(trained_params)
     unmatched = [p for p in sparse if not any(re.search(p, path) and leaf.ndim >= 1 for path, leaf in leaves)]
     if unmatched:
         fix = f"the trained leaves are {', '.join(path for path, _ in leaves[:8])}."
-        raise ValueError(
-            format_error(caller, "sparse has patterns that match no trained leaf with rows.", unmatched, fix)
-        )
+        raise ValueError(error_text("sparse has patterns that match no trained leaf with rows.", unmatched, fix))
 
 
 def to_sparse_rows(grads: PyTree, sparse: Sequence[str]) -> PyTree:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr
 
 from shardopt.core._errors import format_error
-from shardopt.core._jaxprs import within
 from shardopt.core._types import PyTree
-from shardopt.transforms._primitives import PSUM, axes_of
+from shardopt.trace._jaxprs import SUMS, axes_of, nested_equations
+from shardopt.trace._parts import part_of, slice_of, trace_of
 
 CALLER = "parameter_server"
 AXIS = "servers"
@@ -33,12 +33,13 @@ def split_at_sums(run: Callable[..., PyTree], servers: int) -> tuple[SumsFn, Fin
     """
 
     def sums(*args: Any) -> list[jax.Array]:
-        return _evaluate(*_trace(run, servers, args)[:2], None)[0]
+        closed, leaves, _ = _trace(run, servers, args)
+        return _phases(closed)[0](*leaves)
 
     def finish(server_sums: Sequence[Sequence[jax.Array]], *args: Any) -> PyTree:
         closed, leaves, treedef = _trace(run, servers, args)
         totals = [functools.reduce(operator.add, terms) for terms in zip(*server_sums, strict=True)]
-        return treedef.unflatten(_evaluate(closed, leaves, totals)[1])
+        return treedef.unflatten(_phases(closed)[1](*leaves, *totals))
 
     return sums, finish
 
@@ -55,32 +56,21 @@ def _trace(run: Callable[..., PyTree], servers: int, args: tuple[Any, ...]) -> t
     return jax.make_jaxpr(run_flat, axis_env=[(AXIS, servers)])(*leaves), leaves, out_trees[0]
 
 
-def _evaluate(
-    closed: ClosedJaxpr, leaves: Sequence[Any], totals: Sequence[jax.Array] | None
-) -> tuple[list[Any], list[Any]]:
-    """Evaluate a program; return the terms that it adds to its sums, and its results, if the `totals` are known."""
-    jaxpr, remaining_totals = closed.jaxpr, iter(totals or ())
-    values: dict[Var, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *leaves], strict=True))
-    terms: list[Any] = []
-
-    def evaluate_atom(x: Var | Literal) -> Any:
-        return x.val if isinstance(x, Literal) else values[x]
-
-    for eqn in jaxpr.eqns:
-        ready = all(isinstance(x, Literal) or x in values for x in eqn.invars)
-        if eqn.primitive.name in PSUM and axes_of(eqn) == {AXIS}:
-            if not ready:
-                _refuse("one sum over the servers needs another one first.")
-            terms += [evaluate_atom(x) for x in eqn.invars]
-            if totals is not None:
-                values.update(zip(eqn.outvars, [next(remaining_totals) for _ in eqn.outvars], strict=True))
-        elif ready and not any(AXIS in axes_of(inner) for inner in within(eqn)):
-            outputs = eqn.primitive.bind(*map(evaluate_atom, eqn.invars), **eqn.primitive.get_bind_params(eqn.params))
-            outputs = outputs if eqn.primitive.multiple_results else [outputs]
-            values.update(zip(eqn.outvars, outputs, strict=True))
-    if totals is not None and any(isinstance(x, Var) and x not in values for x in jaxpr.outvars):
+def _phases(closed: ClosedJaxpr) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
+    """Return `terms(*leaves)`, which a program adds to its sums, and `results(*leaves, *totals)` of the program."""
+    trace = trace_of(closed)
+    eqns, leaves = trace.jaxpr.eqns, trace.jaxpr.invars
+    sums = [i for i, eqn in enumerate(eqns) if eqn.primitive.name in SUMS and axes_of(eqn) == {AXIS}]
+    terms = [term for i in sums for term in eqns[i].invars]
+    totals = [total for i in sums for total in eqns[i].outvars]
+    before, _ = slice_of(trace, terms, stop=set())
+    after, _ = slice_of(trace, trace.jaxpr.outvars, stop=set(totals))
+    if before.intersection(sums):
+        _refuse("one sum over the servers needs another one first.")
+    if any(AXIS in axes_of(inner) for i in before | after for inner in nested_equations(eqns[i])):
         _refuse("it uses the axis 'servers' otherwise than for a sum, or in a branch or a loop.")
-    return terms, [] if totals is None else [evaluate_atom(x) for x in jaxpr.outvars]
+    results = part_of(trace, after, [*leaves, *totals], trace.jaxpr.outvars)
+    return part_of(trace, before, leaves, terms), results
 
 
 def _refuse(reason: str) -> None:

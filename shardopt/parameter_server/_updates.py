@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.core._errors import format_error, plural
+from shardopt.core._errors import error_text, format_error, plural
 from shardopt.core._types import (
     Metric,
     PyTree,
@@ -20,7 +20,7 @@ from shardopt.core._types import (
     leaves_with_paths,
     wide_dtype,
 )
-from shardopt.parameter_server._sparse import is_rows, values_of
+from shardopt.parameter_server._sparse import has_rows, is_rows, values_of
 
 CALLER = "parameter_server"
 NO_WEIGHT = "loss: its weight is 0"
@@ -116,7 +116,7 @@ def faults(update: Update, trained_params: PyTree) -> list[str]:
     return reasons + [f"{name}: not finite" for name, finite in zip(names, is_finite[1:], strict=True) if not finite]
 
 
-def check_update(update: Update | None, params: PyTree, worker: int, message: PyTree = None) -> Update:
+def check_update(update: Update | None, trained_params: PyTree, worker: int, message: PyTree = None) -> Update:
     """Return the update, or refuse it if it does not match the parameters, or `message` if pushes are encoded."""
     if not isinstance(update, Update):
         problem = f"worker {worker} must push an Update, got {type(update).__name__}."
@@ -126,8 +126,8 @@ def check_update(update: Update | None, params: PyTree, worker: int, message: Py
             problem = f"the push of worker {worker} is not encoded as the server reads it."
             raise ValueError(format_error(CALLER, problem, fix="push what the compressor of the same reducer writes."))
         return update
-    pushed, trained_params = update, trained(params)
-    if any(is_rows(leaf) for leaf in jax.tree.leaves(update.grads, is_leaf=is_rows)):
+    pushed = update
+    if has_rows(update.grads):
         update = update._replace(grads=_dense_shapes(update.grads, trained_params, worker))
     if jax.tree.structure(update.grads) != jax.tree.structure(trained_params):
         pushed_paths, trained_paths = (
@@ -195,10 +195,10 @@ def replace_trained(params: PyTree, new_leaves: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: next(values) if _is_trained(leaf) else leaf, params)
 
 
-def check_params(caller: str, params: PyTree) -> None:
+def check_params(params: PyTree) -> None:
     """Refuse parameters that are not a pytree of arrays, or have no leaf to train."""
     if isinstance(params, TrainState):
-        raise TypeError(format_error(caller, "parameters were expected, got a TrainState.", fix="pass its .params."))
+        raise TypeError(error_text("parameters were expected, got a TrainState.", fix="pass its .params."))
     leaves = leaves_with_paths(params)
     non_arrays = [
         f"{path}: {type(leaf).__name__}"
@@ -206,12 +206,10 @@ def check_params(caller: str, params: PyTree) -> None:
         if not (is_array_like(leaf) or isinstance(leaf, int | float)) or isinstance(leaf, jax.ShapeDtypeStruct)
     ]
     if non_arrays:
-        raise TypeError(
-            format_error(caller, "parameters must be a pytree of arrays.", non_arrays, "pass arrays with values.")
-        )
+        raise TypeError(error_text("parameters must be a pytree of arrays.", non_arrays, "pass arrays with values."))
     if not any(_is_trained(leaf) for leaf in jax.tree.leaves(abstract(params))):
         problem = f"nothing is trainable among {plural(len(leaves), 'parameter leaf')}."
-        raise ValueError(format_error(caller, problem, fix="pass floating leaves."))
+        raise ValueError(error_text(problem, fix="pass floating leaves."))
 
 
 def digest(params: PyTree) -> str:

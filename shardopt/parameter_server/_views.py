@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, format_error
 from shardopt.core._extras import is_installed, require
 from shardopt.parameter_server._log import Event
 
@@ -161,7 +161,8 @@ def plot_timeline(
       '3 updates in 3 s, 2 workers'
     """
     events, caller = list(log), "plot_timeline"
-    require("matplotlib", extra="plot", caller=caller)
+    with calling(caller):
+        require("matplotlib", extra="plot")
     from matplotlib.figure import Figure  # not pyplot: no backend, no window, nothing to close
     from matplotlib.patches import Patch
 

@@ -14,15 +14,14 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardopt.config._check import check_config
+from shardopt.config._config import DDP, StrategyConfig, configure
 from shardopt.core._block_model import LossFn, as_block_model, call, run_blocks, takes_rng
-from shardopt.core._errors import NotSeparableError, format_error
+from shardopt.core._errors import NotSeparableError, calling, error_text, format_error
 from shardopt.core._types import PyTree, abstract, leaves_with_paths
-from shardopt.engine._batch_dims import num_rows, resized, row_counts, row_dim
-from shardopt.engine._batches import as_arrays
-from shardopt.engine._config import DDP, StrategyConfig, check_config
-from shardopt.engine._inputs import check_batch, check_keys, place_batch
-from shardopt.engine._loss import LossParts, loss_parts
-from shardopt.engine._separable import find_mixing, find_trained_weight
+from shardopt.losses._batch_dims import num_rows, resized, row_counts, row_dim
+from shardopt.losses._parts import LossParts, loss_parts
+from shardopt.losses._separable import find_mixing, find_trained_weight
 from shardopt.mesh import make_mesh, on_mesh
 from shardopt.parameter_server._run import BatchesOf, Compute, RunSpec
 from shardopt.parameter_server._server import make_server
@@ -33,6 +32,8 @@ from shardopt.parameter_server._updates import Update, check_params, finiteness,
 from shardopt.parameter_server.rules import Rule, plain
 from shardopt.reducers import Compressor, CompressorState, Reducer, compressor
 from shardopt.reducers._reducer import check_reducer
+from shardopt.step._batches import as_arrays
+from shardopt.step._inputs import check_batch, check_keys, place_batch
 
 if TYPE_CHECKING:
     from shardopt.parameter_server._coordinator import WorkerTask
@@ -40,38 +41,19 @@ if TYPE_CHECKING:
 
 
 def run_worker(coordinator: "CoordinatorClient", compute: Compute, worker: int, incarnation: int = 0) -> None:
-    """Run a worker through all its periods of availability; `incarnation` is the number of its restarts."""
-    if compute.ahead is not None:
-        run_ahead(coordinator, compute, compute.ahead, worker, incarnation)
-        return
-    while (position := coordinator.enter(worker, incarnation)) is not None:
-        compute.begin(worker, position)
-        goes_on = True
-        while goes_on:
-            batch = compute.next_batch(worker)
-            task = coordinator.pull(worker, incarnation, batch is not None)
-            if task is None:
-                break
-            update = compute.update(worker, task.params, batch, task.clock)
-            goes_on = coordinator.push(worker, incarnation, update, task.version)
+    """Run a worker through all its periods of availability; `incarnation` is the number of its restarts.
 
-
-def run_ahead(
-    coordinator: "CoordinatorClient",
-    compute: Compute,
-    ahead: Callable[[int, PyTree], None],
-    worker: int,
-    incarnation: int,
-) -> None:
-    """Run a worker like `run_worker`, but take the first steps of a round while its pull and the previous push travel."""
-    communicator, settings = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"wire-{worker}"), capture_settings()
+    With `compute.ahead` it takes the first steps of a round while its pull and the previous push travel.
+    """
+    settings, ahead = capture_settings(), compute.ahead
+    wire = None if ahead is None else ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"wire-{worker}")
 
     def send(update: Update | None, version: int) -> bool:
         with settings():
             return coordinator.push(worker, incarnation, update, version)
 
     def pull(pushed: "Future[bool] | None", ready: bool) -> "WorkerTask | None":
-        if pushed is not None and not pushed.result():  # the communicator has one thread, so the push has ended
+        if pushed is not None and not pushed.result():  # `wire` has one thread, so the push has ended
             return None
         with settings():
             return coordinator.pull(worker, incarnation, ready)
@@ -79,19 +61,26 @@ def run_ahead(
     try:
         while (position := coordinator.enter(worker, incarnation)) is not None:
             compute.begin(worker, position)
-            pushed = None
-            while True:
+            pushed, goes_on = None, True
+            while goes_on:
                 batch = compute.next_batch(worker)
-                pulled = communicator.submit(pull, pushed, batch is not None)
-                if batch is not None:
-                    ahead(worker, batch)
-                task = pulled.result()
+                if wire is None or ahead is None:
+                    task = pull(None, batch is not None)
+                else:
+                    pulled = wire.submit(pull, pushed, batch is not None)
+                    if batch is not None:
+                        ahead(worker, batch)
+                    task = pulled.result()
                 if task is None:
                     break
                 update = compute.update(worker, task.params, batch, task.clock)
-                pushed = communicator.submit(send, update, task.version)
+                if wire is None:
+                    goes_on = send(update, task.version)
+                else:
+                    pushed = wire.submit(send, update, task.version)
     finally:
-        communicator.shutdown(wait=False)  # without waiting, because after an error the server may never answer
+        if wire is not None:
+            wire.shutdown(wait=False)  # without waiting, because after an error the server may never answer
 
 
 def sgd_spec(
@@ -114,7 +103,8 @@ def sgd_spec(
     of the servers.
     """
     make_gradients(caller, tx, loss_fn, local_meshes(workers[:1])[0], None)  # checks the optimizer and the loss
-    codec = check_codec(caller, reducer, sparse)
+    with calling(caller):
+        codec = check_codec(reducer, sparse)
     header = {"devices": [worker.size if isinstance(worker, Mesh) else int(worker) for worker in workers]}
     header |= {"sparse": list(sparse)} if sparse else {}
     return RunSpec(
@@ -137,19 +127,17 @@ def sgd_spec(
     )
 
 
-def check_sgd_params(
-    tx: optax.GradientTransformation, rule: Rule | None, servers: int, caller: str, params: PyTree
-) -> None:
+def check_sgd_params(tx: optax.GradientTransformation, rule: Rule | None, servers: int, params: PyTree) -> None:
     """Refuse parameters that cannot be trained, or that have random keys, which no update would change.
 
     Raises:
       TypeError: if a leaf is not an array or a number.
       ValueError: if no leaf is floating, a leaf is a random key, or several servers cannot share the parameters.
     """
-    check_params(caller, params)
-    check_keys(caller, abstract(params))
+    check_params(params)
+    check_keys(abstract(params))
     if servers > 1:
-        check_shardable(caller, tx, plain() if rule is None else rule, params, servers)
+        check_shardable(tx, plain() if rule is None else rule, params, servers)
 
 
 def local_meshes(workers: Sequence[Mesh] | Sequence[int]) -> list[Mesh]:
@@ -192,7 +180,8 @@ def make_compute(
 
     def update(worker: int, params: PyTree, batch: PyTree, clock: int) -> Update:
         if sparse:
-            check_matches(caller, sparse, trained(params))
+            with calling(caller):  # on the thread of a worker
+                check_matches(sparse, trained(params))
         update = gradients(meshes[worker], params, batch, worker, clock)
         if sparse:
             update = update._replace(grads=to_sparse_rows(update.grads, sparse))
@@ -243,7 +232,7 @@ def make_gradients(
     programs: dict[jax.sharding.AbstractMesh, Callable[..., Update]] = {}
 
     def prepare(mesh: Mesh) -> tuple[StrategyConfig, Callable[..., Update]]:
-        config = check_config(StrategyConfig(caller, tx, mesh, loss_fn, DDP, view="global"))
+        config = check_config(configure(caller, tx, mesh, loss_fn, DDP, {"view": "global"}))
         program = jax.jit(on_mesh(config.mesh, _program(config)))
         # Several threads may be here at once: all of them use the program of the first one.
         return prepared.setdefault(mesh, (config, programs.setdefault(config.mesh.abstract_mesh, program)))
@@ -275,8 +264,8 @@ def make_loss_check(num_workers: int) -> Callable[[StrategyConfig, PyTree, PyTre
         key = jax.tree.structure(shapes), *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(shapes))
         if key in checked:
             return
-        rng = jax.eval_shape(lambda: jax.random.key(0)) if takes_rng(config.loss_fn) else None
-        if weight := find_trained_weight(config.loss_fn, *shapes, caller=config.strategy, key=rng):
+        rng = jax.eval_shape(lambda: jax.random.key(0)) if takes_rng(config.loss.loss_fn) else None
+        if weight := find_trained_weight(config.loss.loss_fn, *shapes, caller=config.strategy, key=rng):
             problem = (
                 f"{weight} of so.Weighted depends on the parameters, and a push has the gradient of the total only."
             )
@@ -292,7 +281,9 @@ def make_loss_check(num_workers: int) -> Callable[[StrategyConfig, PyTree, PyTre
 def _check_mean(config: StrategyConfig, params: PyTree, batch: PyTree, num_workers: int, rng: jax.Array | None) -> None:
     union = resized(config, batch, rows=num_workers * num_rows(config, batch))
     dims = [row_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(union)]
-    mixing = find_mixing(config.loss_fn, params, union, pieces=num_workers, dims=dims, caller=config.strategy, key=rng)
+    mixing = find_mixing(
+        config.loss.loss_fn, params, union, pieces=num_workers, dims=dims, caller=config.strategy, key=rng
+    )
     if mixing is None:
         return
     problem = (
@@ -304,7 +295,7 @@ def _check_mean(config: StrategyConfig, params: PyTree, batch: PyTree, num_worke
 
 
 def _program(config: StrategyConfig) -> Callable[..., Update]:
-    caller, loss_fn = config.strategy, config.loss_fn
+    caller, loss_fn = config.strategy, config.loss.loss_fn
 
     def program(params: PyTree, batch: PyTree, rng: jax.Array, worker: jax.Array, clock: jax.Array) -> Update:
         key = _key(loss_fn, rng, worker, clock)
@@ -334,10 +325,10 @@ def _program(config: StrategyConfig) -> Callable[..., Update]:
 
 
 def _loss(config: StrategyConfig, params: PyTree, batch: PyTree, key: jax.Array | None) -> LossParts:
-    model, rows = as_block_model(config.loss_fn), num_rows(config, batch)
+    model, rows = as_block_model(config.loss.loss_fn), num_rows(config, batch)
     if model is not None:
         return loss_parts(config.strategy, run_blocks(model, params, batch, key), rows)
-    return loss_parts(config.strategy, call(config.loss_fn, key, 0, params, batch), rows)
+    return loss_parts(config.strategy, call(config.loss.loss_fn, key, 0, params, batch), rows)
 
 
 def _key(loss_fn: LossFn, rng: jax.Array, worker: jax.Array, clock: jax.Array) -> jax.Array | None:
@@ -353,12 +344,12 @@ def to_device(update: Update, device: Any) -> Update:
     return jax.tree.map(put, update._replace(rows=None), is_leaf=is_rows)._replace(rows=update.rows)
 
 
-def key_data(caller: str, rng: jax.Array | None) -> np.ndarray:
+def key_data(rng: jax.Array | None) -> np.ndarray:
     """Return the data of the key from which a strategy that is initialised with `rng` draws."""
     key = jax.random.key(0) if rng is None else rng
     if not isinstance(key, jax.Array):
         problem = f"rng must be a random key, got {type(rng).__name__}."
-        raise TypeError(format_error(caller, problem, fix="pass jax.random.key(seed)."))
+        raise TypeError(error_text(problem, fix="pass jax.random.key(seed)."))
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
     return np.asarray(jax.random.key_data(jax.random.fold_in(key, 0)))
@@ -425,15 +416,15 @@ class WorkerCompressors:
         return encoded._replace(rows=update.rows)
 
 
-def check_codec(caller: str, reducer: Reducer | None, sparse: Sequence[str] = ()) -> Compressor | None:
+def check_codec(reducer: Reducer | None, sparse: Sequence[str] = ()) -> Compressor | None:
     """Return the codec of a reducer; None without a reducer."""
     if reducer is None:
         return None
-    check_reducer(caller, reducer)
+    check_reducer(reducer)
     codec = compressor(reducer)
     if sparse:
         problem = f"reducer={codec.name} and sparse={tuple(sparse)} cannot be combined: sparse rows travel as they are."
-        raise ValueError(format_error(caller, problem, fix="leave one of them out."))
+        raise ValueError(error_text(problem, fix="leave one of them out."))
     return codec
 
 

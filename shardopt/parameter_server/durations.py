@@ -6,11 +6,13 @@ from collections.abc import Callable
 import numpy as np
 
 from shardopt.core._arguments import check_number
+from shardopt.core._errors import calling, error_text
 
 Duration = float | Callable[[np.random.Generator], float]
 """Seconds, or a function that draws them."""
 
 
+@calling("exponential")
 def exponential(mean: float) -> Duration:
     """Return a duration that is exponentially distributed: often short, sometimes several times the mean.
 
@@ -18,10 +20,11 @@ def exponential(mean: float) -> Duration:
       >>> 0 < exponential(2.0)(np.random.default_rng(0)) < 20
       True
     """
-    check_number("exponential", "mean", mean, positive=True)
+    check_number("mean", mean, positive=True)
     return lambda generator: generator.exponential(mean)
 
 
+@calling("lognormal")
 def lognormal(mean: float, spread: float) -> Duration:
     """Return a log-normal duration of this mean, whose standard deviation is `spread` times the mean.
 
@@ -30,12 +33,13 @@ def lognormal(mean: float, spread: float) -> Duration:
       >>> round(float(np.mean([lognormal(2.0, 0.5)(generator) for _ in range(20_000)])), 1)
       2.0
     """
-    check_number("lognormal", "mean", mean, positive=True)
-    check_number("lognormal", "spread", spread)
+    check_number("mean", mean, positive=True)
+    check_number("spread", spread)
     variance = math.log1p(spread**2)
     return lambda generator: generator.lognormal(math.log(mean) - variance / 2, math.sqrt(variance))
 
 
+@calling("with_stalls")
 def with_stalls(duration: Duration, *, probability: float, seconds: Duration) -> Duration:
     """Return a duration that is longer by a stall with some probability.
 
@@ -48,12 +52,11 @@ def with_stalls(duration: Duration, *, probability: float, seconds: Duration) ->
       >>> with_stalls(1.0, probability=1.0, seconds=4.0)(np.random.default_rng(0))
       5.0
     """
-    caller = "with_stalls"
-    check_duration(caller, "duration", duration)
-    check_number(caller, "probability", probability)
+    check_duration("duration", duration)
+    check_number("probability", probability)
     if probability > 1:
-        raise ValueError(f"{caller}: probability must be at most 1, got {probability}.")
-    check_duration(caller, "seconds", seconds)
+        raise ValueError(error_text(f"probability must be at most 1, got {probability}."))
+    check_duration("seconds", seconds)
 
     def sample(generator: np.random.Generator) -> float:
         stall = generator.random() < probability
@@ -67,7 +70,7 @@ def seconds_of(duration: Duration, generator: np.random.Generator) -> float:
     return float(duration(generator) if callable(duration) else duration)
 
 
-def check_duration(caller: str, name: str, duration: Duration) -> None:
+def check_duration(name: str, duration: Duration) -> None:
     """Refuse a duration that is neither seconds nor a function."""
     if not callable(duration):
-        check_number(caller, name, duration)
+        check_number(name, duration)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from shardopt.core._arguments import check_count, check_number
+from shardopt.core._errors import calling, error_text
 from shardopt.core._types import PyTree, wide_dtype
 
 __all__ = [
@@ -95,6 +96,7 @@ def staleness_learning_rate() -> Rule:
     return Rule("staleness_learning_rate", {}, scale=lambda delay: 1.0 / jnp.maximum(1, delay))
 
 
+@calling("dc_asgd")
 def dc_asgd(strength: float = 0.04) -> Rule:
     """Correct a late gradient to first order, with a cheap Hessian: g' = g + lambda g*g*(w - w_pulled).
 
@@ -122,7 +124,7 @@ def dc_asgd(strength: float = 0.04) -> Rule:
     References:
       Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", 2017, equation 10.
     """
-    check_number("dc_asgd", "strength", strength)
+    check_number("strength", strength)
 
     def gradient(grads, state, *, params, pulled, delay):
         corrected = jax.tree.map(lambda g, w, old: g + strength * g * g * (w - old), grads, params, pulled)
@@ -131,6 +133,7 @@ def dc_asgd(strength: float = 0.04) -> Rule:
     return Rule("dc_asgd", {"strength": float(strength)}, gradient=gradient, uses_pulled=True)
 
 
+@calling("dc_asgd_adaptive")
 def dc_asgd_adaptive(strength: float = 2.0, decay: float = 0.95, eps: float = 1e-7) -> Rule:
     """Correct late gradients like `dc_asgd`, with a strength that adapts to the size of each gradient element.
 
@@ -163,10 +166,9 @@ def dc_asgd_adaptive(strength: float = 2.0, decay: float = 0.95, eps: float = 1e
     References:
       Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", 2017, section 5: DC-ASGD-a.
     """
-    caller = "dc_asgd_adaptive"
-    check_number(caller, "strength", strength)
-    check_number(caller, "decay", decay, below=1.0)
-    check_number(caller, "eps", eps, positive=True)
+    check_number("strength", strength)
+    check_number("decay", decay, below=1.0)
+    check_number("eps", eps, positive=True)
 
     def init(params: PyTree) -> PyTree:
         return jax.tree.map(lambda w: jnp.zeros(w.shape, wide_dtype(w.dtype)), params)
@@ -180,7 +182,7 @@ def dc_asgd_adaptive(strength: float = 2.0, decay: float = 0.95, eps: float = 1e
         return jax.tree.map(correct, grads, params, pulled, mean_square), mean_square
 
     config = {"strength": float(strength), "decay": float(decay), "eps": float(eps)}
-    return Rule(caller, config, init=init, gradient=gradient, uses_pulled=True)
+    return Rule("dc_asgd_adaptive", config, init=init, gradient=gradient, uses_pulled=True)
 
 
 class DelayedNesterovState(NamedTuple):
@@ -197,6 +199,7 @@ class DelayedNesterovState(NamedTuple):
     count: Any
 
 
+@calling("delayed_nesterov")
 def delayed_nesterov(every: int, momentum: float = 0.9, activation: float = 0.0) -> Rule:
     """Apply each gradient at once, and the momentum only with every N-th push.
 
@@ -233,12 +236,11 @@ def delayed_nesterov(every: int, momentum: float = 0.9, activation: float = 0.0)
     References:
       Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024: delayed Nesterov update.
     """
-    caller = "delayed_nesterov"
-    check_count(caller, "every", every, minimum=1)
-    check_number(caller, "momentum", momentum, below=1.0)
-    check_number(caller, "activation", activation)
+    check_count("every", every, minimum=1)
+    check_number("momentum", momentum, below=1.0)
+    check_number("activation", activation)
     if activation * every > 1:
-        raise ValueError(f"{caller}: activation must be at most 1/every = {1 / every:g}, got {activation}.")
+        raise ValueError(error_text(f"activation must be at most 1/every = {1 / every:g}, got {activation}."))
 
     def init(params: PyTree) -> DelayedNesterovState:
         zeros = lambda: jax.tree.map(lambda w: jnp.zeros(w.shape, wide_dtype(w.dtype)), params)  # noqa: E731
@@ -256,9 +258,10 @@ def delayed_nesterov(every: int, momentum: float = 0.9, activation: float = 0.0)
         return new_grads, DelayedNesterovState(velocity, buffer, (state.count + 1) % every)
 
     config = {"every": int(every), "momentum": float(momentum), "activation": float(activation)}
-    return Rule(caller, config, init=init, gradient=gradient)
+    return Rule("delayed_nesterov", config, init=init, gradient=gradient)
 
 
+@calling("dynamic_local_steps")
 def dynamic_local_steps(speeds: Sequence[float], local_steps: int) -> list[int]:
     """Return fewer local steps for slower workers, so that all push at about the same time.
 
@@ -283,12 +286,11 @@ def dynamic_local_steps(speeds: Sequence[float], local_steps: int) -> list[int]:
       Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024: dynamic local updates. The
       minimum of one step is ours.
     """
-    caller = "dynamic_local_steps"
-    check_count(caller, "local_steps", local_steps, minimum=1)
+    check_count("local_steps", local_steps, minimum=1)
     if not len(speeds):
-        raise ValueError(f"{caller}: speeds must not be empty.")
+        raise ValueError(error_text("speeds must not be empty."))
     for index, speed in enumerate(speeds):
-        check_number(caller, f"speeds[{index}]", speed, positive=True)
+        check_number(f"speeds[{index}]", speed, positive=True)
     # Multiply before dividing: 1/3 * 3 must not become 0.999... in floating point.
     return [max(1, math.floor(speed * local_steps / max(speeds))) for speed in speeds]
 

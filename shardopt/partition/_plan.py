@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import KeyPath
 
 from shardopt.core._block_model import BLOCKS
-from shardopt.core._errors import format_error, plural
+from shardopt.core._errors import error_text, plural
 from shardopt.core._types import PyTree, Rules, leaves_with_paths
 from shardopt.mesh import spec_axes
 from shardopt.partition._rules import match_rules
@@ -127,7 +127,6 @@ def _first_if_not_none(first: str | None, second: str | tuple[str, ...] | None) 
 def plan_leaves(
     abstract_params: PyTree,
     *,
-    caller: str,
     mesh: Mesh,
     rules: Rules,
     stacked: bool,
@@ -145,7 +144,6 @@ def plan_leaves(
 
     Args:
       abstract_params: the parameters; only shapes and dtypes are read.
-      caller: the function that the user called, for messages.
       mesh: the mesh.
       rules: see `match_rules`; for stacked leaves rules describe one block.
       stacked: whether the leaves of "blocks" are stacked along dim 0.
@@ -173,10 +171,10 @@ def plan_leaves(
     paths = [path for path, _ in leaves]
     if repeated := sorted({path for path in paths if paths.count(path) > 1}):
         problem = f"{plural(len(repeated), 'key path')} written alike belong to several leaves."
-        raise ValueError(format_error(caller, problem, repeated, "rename a key; '/' in a key reads as nesting."))
-    specs = match_rules(rules, list(zip(paths, shapes, strict=True)), caller=caller)
-    _check_tensor(caller, paths, shapes, specs, mesh.shape.get("tensor", 1))
-    experts = _find_expert_leaves(caller, paths, shapes, specs, expert_leaves, mesh.shape.get(EXPERT))
+        raise ValueError(error_text(problem, repeated, "rename a key; '/' in a key reads as nesting."))
+    specs = match_rules(rules, list(zip(paths, shapes, strict=True)))
+    _check_tensor(paths, shapes, specs, mesh.shape.get("tensor", 1))
+    experts = _find_expert_leaves(paths, shapes, specs, expert_leaves, mesh.shape.get(EXPERT))
     plans, shard_axes_of_mesh = [], shard_axes(mesh.shape)
     for (path, leaf), shape, spec, is_block in zip(leaves, shapes, specs, is_stacked, strict=True):
         axes = shard_axes_of_mesh.without(EXPERT, mesh.shape) if path in experts else shard_axes_of_mesh
@@ -239,7 +237,6 @@ def data_dim(shape: tuple[int, ...], spec: PartitionSpec, axes: ShardAxes, min_e
 
 
 def _find_expert_leaves(
-    caller: str,
     paths: list[str],
     shapes: list[tuple[int, ...]],
     specs: list[PartitionSpec],
@@ -250,7 +247,7 @@ def _find_expert_leaves(
     if unmatched := [repr(pattern) for pattern in patterns if not any(re.search(pattern, path) for path in paths)]:
         problem = f"{plural(len(unmatched), 'pattern')} of expert_leaves matched no parameter."
         fix = f"match a key path, such as: {', '.join(paths[:8])}."
-        raise ValueError(format_error(caller, problem, unmatched, fix))
+        raise ValueError(error_text(problem, unmatched, fix))
     if size is None:
         return frozenset()
     indivisible, already_split, expert_paths = [], [], []
@@ -266,23 +263,19 @@ def _find_expert_leaves(
     if indivisible:
         fix = "name in expert_leaves only leaves [experts, ...], or choose a size that divides the experts."
         raise ValueError(
-            format_error(
-                caller, f"{plural(len(indivisible), 'leaf')} of experts cannot be split over {axis}.", indivisible, fix
-            )
+            error_text(f"{plural(len(indivisible), 'leaf')} of experts cannot be split over {axis}.", indivisible, fix)
         )
     if already_split:
         problem = f"rules split the first dim of {plural(len(already_split), 'leaf')} of experts, which {axis} splits."
-        raise ValueError(format_error(caller, problem, already_split, "let the rules name other dims of these leaves."))
+        raise ValueError(error_text(problem, already_split, "let the rules name other dims of these leaves."))
     if size > 1 and not expert_paths:
         problem = f"{axis} is above 1, but no leaf is split over it."
         fix = "name the leaves whose first dim counts experts, expert_leaves=[regex, ...], or make the mesh with expert=1."
-        raise ValueError(format_error(caller, problem, fix=fix))
+        raise ValueError(error_text(problem, fix=fix))
     return frozenset(expert_paths)
 
 
-def _check_tensor(
-    caller: str, paths: list[str], shapes: list[tuple[int, ...]], specs: list[PartitionSpec], size: int
-) -> None:
+def _check_tensor(paths: list[str], shapes: list[tuple[int, ...]], specs: list[PartitionSpec], size: int) -> None:
     indivisible, is_split = [], False
     for path, shape, spec in zip(paths, shapes, specs, strict=True):
         for dim, entry in enumerate(spec):
@@ -295,12 +288,12 @@ def _check_tensor(
     if indivisible:
         problem = f"{plural(len(indivisible), 'parameter leaf')} cannot be split over mesh axis 'tensor' (size {size})."
         raise ValueError(
-            format_error(caller, problem, indivisible, "pad the dim, change the rule, or choose another tensor size.")
+            error_text(problem, indivisible, "pad the dim, change the rule, or choose another tensor size.")
         )
     if size > 1 and not is_split:
         problem = f"mesh axis 'tensor' (size {size}) is above 1, but nothing is split over it."
         fix = "give rules=[(regex, PartitionSpec), ...] that name 'tensor', or make the mesh with tensor=1."
-        raise ValueError(format_error(caller, problem, fix=fix))
+        raise ValueError(error_text(problem, fix=fix))
 
 
 def state_specs(

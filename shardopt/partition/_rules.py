@@ -5,11 +5,12 @@ from collections.abc import Iterable, Sequence
 
 from jax.sharding import PartitionSpec
 
-from shardopt.core._errors import format_error, plural
+from shardopt.core._errors import calling, error_text, plural
 from shardopt.core._types import PlaceLeaf, PyTree, Rule, Rules, leaves_with_paths
 from shardopt.mesh import spec_axes
 
 
+@calling("rules_from_logical_axes")
 def rules_from_logical_axes(
     logical_specs: PyTree, axis_rules: Sequence[tuple[str, str | None]], *, stacked: str | None = None
 ) -> list[tuple[str, PartitionSpec]]:
@@ -39,19 +40,18 @@ def rules_from_logical_axes(
       >>> [(pattern, tuple(spec)) for pattern, spec in rules]
       [('^up/kernel$', (None, 'tensor'))]
     """
-    caller = "rules_from_logical_axes"
-    _check_axis_rules(caller, axis_rules)
+    _check_axis_rules(axis_rules)
     leaves = leaves_with_paths(logical_specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
     if wrong_leaves := [
         f"{path}: {type(leaf).__name__}" for path, leaf in leaves if not isinstance(leaf, PartitionSpec)
     ]:
         fix = "pass what flax.linen.get_partition_spec or flax.nnx.get_partition_spec returns."
-        raise TypeError(format_error(caller, "leaves must be PartitionSpecs of logical axes.", wrong_leaves, fix))
+        raise TypeError(error_text("leaves must be PartitionSpecs of logical axes.", wrong_leaves, fix))
     known = {name for name, _ in axis_rules}
     unknown = [f"{path}: {name!r}" for path, spec in leaves for name in spec_axes(spec) if name not in known]
     if unknown:
         problem = f"{plural(len(unknown), 'logical axis')} without a rule."
-        raise ValueError(format_error(caller, problem, unknown, 'give each ("name", "tensor") or ("name", None).'))
+        raise ValueError(error_text(problem, unknown, 'give each ("name", "tensor") or ("name", None).'))
 
     order = [name for name, axis in axis_rules if axis == "tensor"]
     rules = []
@@ -64,19 +64,18 @@ def rules_from_logical_axes(
     return rules
 
 
-def _check_axis_rules(caller: str, axis_rules: Sequence[tuple[str, str | None]]) -> None:
+def _check_axis_rules(axis_rules: Sequence[tuple[str, str | None]]) -> None:
     wrong_rules = [f"{name!r}: {axis!r}" for name, axis in axis_rules if axis not in ("tensor", None)]
     if wrong_rules:
         problem = f"{plural(len(wrong_rules), 'rule')} for another axis than tensor."
         fix = "map these to None; the strategy places data, pipeline and replica itself."
-        raise ValueError(format_error(caller, problem, wrong_rules, fix))
+        raise ValueError(error_text(problem, wrong_rules, fix))
 
 
 def match_rules(
     rules: Rules,
     paths_and_shapes: Sequence[tuple[str, tuple[int, ...]]],
     *,
-    caller: str,
     axes: Iterable[str] = ("tensor",),
 ) -> list[PartitionSpec]:
     """Return for each leaf the spec of the first rule that matches its key path.
@@ -85,7 +84,6 @@ def match_rules(
       rules: `[(regex, PartitionSpec), ...]`, searched in the key path, where the first match wins; or a callable
         `(path, shape) -> PartitionSpec | None`.
       paths_and_shapes: the key path ("blocks/attention/qkv") and shape of each leaf.
-      caller: the function that the user called, for messages.
       axes: mesh axes that a rule may name.
 
     Returns:
@@ -98,28 +96,28 @@ def match_rules(
 
     Example:
       >>> rules = [("qkv$", PartitionSpec(None, "tensor"))]
-      >>> [tuple(spec) for spec in match_rules(rules, [("a/qkv", (4, 8)), ("b", (3,))], caller="fsdp")]
+      >>> [tuple(spec) for spec in match_rules(rules, [("a/qkv", (4, 8)), ("b", (3,))])]
       [(None, 'tensor'), (None,)]
     """
-    checked = check_rules(rules, caller=caller, axes=axes)
-    choose = checked if callable(checked) else _first_match(checked, paths_and_shapes, caller)
+    checked = check_rules(rules, axes=axes)
+    choose = checked if callable(checked) else _first_match(checked, paths_and_shapes)
     specs, problems = [], []
     for path, shape in paths_and_shapes:
         spec = choose(path, shape)
         spec = PartitionSpec() if spec is None else spec
         if not isinstance(spec, PartitionSpec):
-            raise TypeError(f"{caller}: rules({path!r}, {shape}) must return a PartitionSpec or None, got {spec!r}.")
+            raise TypeError(error_text(f"rules({path!r}, {shape}) must return a PartitionSpec or None, got {spec!r}."))
         if len(spec) > len(shape):
             problems.append(f"{path}: shape {shape} has {plural(len(shape), 'dim')}, its spec {spec} has {len(spec)}")
         problems += [f"{path}: {problem}" for problem in _axis_problems(spec, axes)]
         specs.append(PartitionSpec(*spec, *[None] * (len(shape) - len(spec))))
     if problems:
         fix = "give a spec one entry a dim of the leaf; for leaves of 'blocks' it speaks of one block."
-        raise ValueError(format_error(caller, f"rules do not fit {plural(len(problems), 'leaf')}.", problems, fix))
+        raise ValueError(error_text(f"rules do not fit {plural(len(problems), 'leaf')}.", problems, fix))
     return specs
 
 
-def check_rules(rules: Rules, *, caller: str, axes: Iterable[str] = ("tensor",)) -> Rules:
+def check_rules(rules: Rules, *, axes: Iterable[str] = ("tensor",)) -> Rules:
     """Check rules before any parameter is known, and return them with compiled regexes.
 
     Raises:
@@ -130,11 +128,11 @@ def check_rules(rules: Rules, *, caller: str, axes: Iterable[str] = ("tensor",))
         return rules
     form = "rules must be [(regex, PartitionSpec), ...] or a callable (path, shape) -> PartitionSpec"
     if isinstance(rules, str | dict) or not isinstance(rules, Iterable):
-        raise TypeError(f"{caller}: {form}, got {type(rules).__name__}.")
+        raise TypeError(error_text(f"{form}, got {type(rules).__name__}."))
     checked, problems = [], []
     for rule in rules:
         if not _is_rule(rule):
-            raise TypeError(f"{caller}: {form}; got the rule {rule!r}.")
+            raise TypeError(error_text(f"{form}; got the rule {rule!r}."))
         pattern, spec = rule
         try:
             checked.append((re.compile(pattern), spec))
@@ -143,20 +141,18 @@ def check_rules(rules: Rules, *, caller: str, axes: Iterable[str] = ("tensor",))
         problems += [f"{pattern!r}: {problem}" for problem in _axis_problems(spec, axes)]
     if problems:
         fix = f"name only {', '.join(map(repr, axes))} in rules, each once; the strategy places the other axes."
-        raise ValueError(format_error(caller, f"{plural(len(problems), 'rule')} cannot be used.", problems, fix))
+        raise ValueError(error_text(f"{plural(len(problems), 'rule')} cannot be used.", problems, fix))
     return tuple(checked)
 
 
-def _first_match(
-    rules: Sequence[Rule], paths_and_shapes: Sequence[tuple[str, tuple[int, ...]]], caller: str
-) -> PlaceLeaf:
+def _first_match(rules: Sequence[Rule], paths_and_shapes: Sequence[tuple[str, tuple[int, ...]]]) -> PlaceLeaf:
     paths = [path for path, _ in paths_and_shapes]
     compiled = [(re.compile(pattern), spec) for pattern, spec in rules]
     unmatched = [repr(pattern.pattern) for pattern, _ in compiled if not any(pattern.search(path) for path in paths)]
     if unmatched:
         known = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
         problem = f"{plural(len(unmatched), 'rule')} matched no parameter."
-        raise ValueError(format_error(caller, problem, unmatched, f"match a key path, such as: {known}."))
+        raise ValueError(error_text(problem, unmatched, f"match a key path, such as: {known}."))
     return lambda path, shape: next((spec for pattern, spec in compiled if pattern.search(path)), None)
 
 

@@ -3,11 +3,13 @@
 from collections import Counter
 from collections.abc import Iterator
 
+from shardopt.core._errors import calling
 from shardopt.pipeline._check import check_sizes
 from shardopt.pipeline._construct import from_order
 from shardopt.pipeline._schedule import Schedule
 
 
+@calling("zero_bubble_v")
 def zero_bubble_v(num_stages: int, num_micro_batches: int) -> Schedule:
     """Let two chunks go down the stages and back up, so that no stage is idle with the memory of 1F1B: ZB-V.
 
@@ -45,7 +47,7 @@ def zero_bubble_v(num_stages: int, num_micro_batches: int) -> Schedule:
       Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 6; "Pipeline Parallelism with
       Controllable Memory", 2024; PyTorch's `ScheduleZBVZeroBubble`.
     """
-    check_sizes("zero_bubble_v", num_stages=num_stages, num_micro_batches=num_micro_batches)
+    check_sizes(num_stages=num_stages, num_micro_batches=num_micro_batches)
     # so many fill the pipeline; micro-batches from M on are dropped below
     num_scheduled = max(num_micro_batches, 2 * num_stages - 1)
     stage_programs = []
@@ -57,6 +59,7 @@ def zero_bubble_v(num_stages: int, num_micro_batches: int) -> Schedule:
     return _from_programs("zero_bubble_v", num_micro_batches, stage_programs)
 
 
+@calling("dual_pipe_v")
 def dual_pipe_v(num_stages: int, num_micro_batches: int) -> Schedule:
     """Run a forward and a backward of opposite chunks in turn on a V of two chunks: DualPipe-V.
 
@@ -87,7 +90,7 @@ def dual_pipe_v(num_stages: int, num_micro_batches: int) -> Schedule:
       DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.2, and github.com/deepseek-ai/DualPipe (the steps,
       and the table of bubble and memory); Sea AI Lab, "Cut-in-half", 2025.
     """
-    check_sizes("dual_pipe_v", num_stages=num_stages, num_micro_batches=num_micro_batches)
+    check_sizes(num_stages=num_stages, num_micro_batches=num_micro_batches)
     num_scheduled = max(num_micro_batches, 2 * num_stages)
     stage_programs = []
     for s in range(num_stages):

@@ -6,28 +6,28 @@ from collections.abc import Iterator
 import numpy as np
 
 from shardopt.core._arguments import is_integer
-from shardopt.core._errors import format_error, plural
+from shardopt.core._errors import error_text, plural
 from shardopt.pipeline._ticks import Slots, Ticks, lifetimes
 
 _MAX_CELLS = 2**20
 _PASS_NAMES = {"forward": "forward", "backward": "backward", "weight": "weight gradient"}
 
 
-def check(caller: str, ticks: Ticks, slots: Slots | None = None) -> None:
+def check(ticks: Ticks, slots: Slots | None = None) -> None:
     """Raise ValueError for a schedule that cannot be run, as `Schedule.validate` says."""
     # in this order: a table of the wrong shape has no ticks, and with a wrong tick every slot looks wrong
     if faults := list(_shape_faults(ticks, slots)):
-        _refuse(caller, faults, "give every table one row per virtual stage and one column per micro-batch.")
+        _refuse(faults, "give every table one row per virtual stage and one column per micro-batch.")
     if faults := [*_missing_passes(ticks), *_early_passes(ticks), *_shared_ticks(ticks)]:
         arrival = "the next" if ticks.message_ticks == 1 else "the next but one"
         fix = f"run each pass once, when its inputs are there; what is sent on a tick arrives on {arrival}."
-        _refuse(caller, faults, fix)
+        _refuse(faults, fix)
     if slots and (faults := list(_slot_faults(ticks, slots))):
-        _refuse(caller, faults, "keep apart what is live at the same tick, or leave the slots to from_ticks.")
+        _refuse(faults, "keep apart what is live at the same tick, or leave the slots to from_ticks.")
 
 
-def _refuse(caller: str, faults: list[str], fix: str) -> None:
-    raise ValueError(format_error(caller, f"the schedule has {plural(len(faults), 'fault')}.", faults, fix))
+def _refuse(faults: list[str], fix: str) -> None:
+    raise ValueError(error_text(f"the schedule has {plural(len(faults), 'fault')}.", faults, fix))
 
 
 def _shape_faults(ticks: Ticks, slots: Slots | None) -> Iterator[str]:
@@ -101,19 +101,19 @@ def _use_text(use: tuple[int, int, int, int]) -> str:
     return f"micro-batch {m} at virtual stage {v} (ticks {first} to {last})"
 
 
-def check_sizes(caller: str, **sizes: int) -> None:
+def check_sizes(**sizes: int) -> None:
     """Refuse sizes that are not positive integers, and tables that are too large."""
     if bad_sizes := [
         f"{name}={size!r} ({type(size).__name__})" for name, size in sizes.items() if not is_integer(size)
     ]:
-        raise TypeError(format_error(caller, f"sizes must be integers, got {', '.join(bad_sizes)}."))
+        raise TypeError(error_text(f"sizes must be integers, got {', '.join(bad_sizes)}."))
     if bad_sizes := [f"{name}={size}" for name, size in sizes.items() if size < 1]:
-        raise ValueError(format_error(caller, f"sizes must be at least 1, got {', '.join(bad_sizes)}."))
+        raise ValueError(error_text(f"sizes must be at least 1, got {', '.join(bad_sizes)}."))
     stages, micro_batches, chunks = (int(sizes.get(f"num_{name}", 1)) for name in ("stages", "micro_batches", "chunks"))
-    check_cells(caller, stages, stages + micro_batches * chunks)
+    check_cells(stages, stages + micro_batches * chunks)
 
 
-def check_groups(caller: str, num_stages: int, num_micro_batches: int, num_chunks: int) -> None:
+def check_groups(num_stages: int, num_micro_batches: int, num_chunks: int) -> None:
     """Refuse several chunks if the number of micro-batches is not a multiple of the number of stages."""
     if num_chunks > 1 and num_micro_batches % num_stages:
         problem = (
@@ -122,12 +122,12 @@ def check_groups(caller: str, num_stages: int, num_micro_batches: int, num_chunk
         )
         below = num_micro_batches // num_stages * num_stages
         nearest_counts = f"{below} or {below + num_stages}" if below else f"{num_stages}"
-        raise ValueError(format_error(caller, problem, fix=f"use {nearest_counts} micro-batches, or num_chunks=1."))
+        raise ValueError(error_text(problem, fix=f"use {nearest_counts} micro-batches, or num_chunks=1."))
 
 
-def check_cells(caller: str, num_stages: int, num_ticks: int) -> None:
+def check_cells(num_stages: int, num_ticks: int) -> None:
     """Refuse a table with more than 2**20 cells before it is allocated."""
     if num_stages * num_ticks > _MAX_CELLS:
         problem = f"a table of {num_stages} stages and {num_ticks} ticks or more is too large."
         fix = f"keep stages x ticks at {_MAX_CELLS} or below."
-        raise ValueError(format_error(caller, problem, fix=fix))
+        raise ValueError(error_text(problem, fix=fix))

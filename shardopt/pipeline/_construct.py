@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shardopt.core._errors import format_error, plural
+from shardopt.core._errors import calling, error_text, format_error, plural
 from shardopt.pipeline._check import check, check_cells, check_sizes
 from shardopt.pipeline._schedule import Schedule
 from shardopt.pipeline._ticks import LETTERS, Ticks, as_table, assign_slots, input_pass_of
@@ -53,23 +53,24 @@ def from_ticks(
       stage 0  F0  F1  .   .   B0  .   B1
       stage 1  .   F0  F1  B0  .   B1  .
     """
-    check_sizes(name, num_stages=num_stages)
-    tables_by_kind = {"forward": forward, "backward": backward} | ({} if weight is None else {"weight": weight})
-    arrays = {kind: _integers(name, kind, table, 2) for kind, table in tables_by_kind.items()}
-    stage_of_virtual = np.arange(len(arrays["forward"])) % num_stages
-    if stage_of is not None:
-        stage_of_virtual = _integers(name, "stage_of", stage_of, 1)
-    num_ticks = max((1 + int(array.max()) for array in arrays.values() if array.size), default=0)
-    check_cells(name, int(num_stages), num_ticks)
-    if message_ticks not in (1, 2):
-        raise ValueError(format_error(name, f"message_ticks must be 1 or 2, got {message_ticks!r}."))
-    tables = {kind: as_table(array) for kind, array in arrays.items()}
-    ticks = Ticks(int(num_stages), tuple(stage_of_virtual.tolist()), **tables, message_ticks=message_ticks)
-    check(name, ticks)
+    with calling(name):
+        check_sizes(num_stages=num_stages)
+        tables_by_kind = {"forward": forward, "backward": backward} | ({} if weight is None else {"weight": weight})
+        arrays = {kind: _integers(kind, table, 2) for kind, table in tables_by_kind.items()}
+        stage_of_virtual = np.arange(len(arrays["forward"])) % num_stages
+        if stage_of is not None:
+            stage_of_virtual = _integers("stage_of", stage_of, 1)
+        num_ticks = max((1 + int(array.max()) for array in arrays.values() if array.size), default=0)
+        check_cells(int(num_stages), num_ticks)
+        if message_ticks not in (1, 2):
+            raise ValueError(error_text(f"message_ticks must be 1 or 2, got {message_ticks!r}."))
+        tables = {kind: as_table(array) for kind, array in arrays.items()}
+        ticks = Ticks(int(num_stages), tuple(stage_of_virtual.tolist()), **tables, message_ticks=message_ticks)
+        check(ticks)
     return Schedule(name, ticks, assign_slots(ticks))
 
 
-def _integers(caller: str, argument: str, values: ArrayLike, ndim: int) -> np.ndarray:
+def _integers(argument: str, values: ArrayLike, ndim: int) -> np.ndarray:
     """Return the values as an array of integers with `ndim` dims, or raise TypeError."""
     try:
         array = np.asarray(values)
@@ -79,7 +80,7 @@ def _integers(caller: str, argument: str, values: ArrayLike, ndim: int) -> np.nd
         return array
     actual = f"shape {array.shape} and dtype {array.dtype}" if array.size else "rows of unequal length, or nothing"
     expected_shape = ("[V]: one per virtual stage", "[V, M]: one per virtual stage and micro-batch")[ndim - 1]
-    raise TypeError(format_error(caller, f"{argument} must be integers {expected_shape}; got {actual}."))
+    raise TypeError(error_text(f"{argument} must be integers {expected_shape}; got {actual}."))
 
 
 _KINDS = {letter: kind for kind, letter in LETTERS.items()}
@@ -131,24 +132,25 @@ def from_order(
     is_sequence = isinstance(orders, Sequence) and not isinstance(orders, str)
     if not is_sequence or not all(isinstance(order, str) for order in orders):
         raise TypeError(format_error(name, f"orders must be one string per stage, got {orders!r:.80}."))
-    actions_by_stage = _parse_orders(name, orders)
-    _check_complete(name, actions_by_stage)
-    chunks = 1 + max(action.chunk for actions in actions_by_stage for action in actions)
-    stage_of_virtual = [v % len(orders) for v in range(chunks * len(orders))]
-    if stage_of is not None:
-        stage_of_virtual = _integers(name, "stage_of", stage_of, 1).tolist()
-    if Counter(stage_of_virtual) != Counter([*range(len(orders))] * chunks):
-        problem = f"stage_of must name each of {plural(len(orders), 'stage')} once per chunk ({chunks}), got {stage_of_virtual}."
-        raise ValueError(format_error(name, problem))
-    tables = _run_as_early_as_possible(name, actions_by_stage, stage_of_virtual, message_ticks)
+    with calling(name):
+        actions_by_stage = _parse_orders(orders)
+        _check_complete(actions_by_stage)
+        chunks = 1 + max(action.chunk for actions in actions_by_stage for action in actions)
+        stage_of_virtual = [v % len(orders) for v in range(chunks * len(orders))]
+        if stage_of is not None:
+            stage_of_virtual = _integers("stage_of", stage_of, 1).tolist()
+        if Counter(stage_of_virtual) != Counter([*range(len(orders))] * chunks):
+            problem = f"stage_of must name each of {plural(len(orders), 'stage')} once per chunk ({chunks}), got {stage_of_virtual}."
+            raise ValueError(error_text(problem))
+        tables = _run_as_early_as_possible(actions_by_stage, stage_of_virtual, message_ticks)
     return from_ticks(len(orders), **tables, stage_of=stage_of_virtual, message_ticks=message_ticks, name=name)
 
 
-def _parse_orders(caller: str, orders: Sequence[str]) -> list[list[_Action]]:
+def _parse_orders(orders: Sequence[str]) -> list[list[_Action]]:
     words = [(stage, word) for stage, order in enumerate(orders) for word in order.split()]
     if bad_words := [f"stage {stage}: {word!r}" for stage, word in words if not _WORD.fullmatch(word)]:
         fix = "write F, B or W and the number of a micro-batch, then a dot and the chunk where there are several."
-        raise ValueError(format_error(caller, f"{plural(len(bad_words), 'word')} cannot be read.", bad_words, fix))
+        raise ValueError(error_text(f"{plural(len(bad_words), 'word')} cannot be read.", bad_words, fix))
     actions_by_stage: list[list[_Action]] = [[] for _ in orders]
     for stage, word in words:
         actions_by_stage[stage] += [
@@ -157,21 +159,17 @@ def _parse_orders(caller: str, orders: Sequence[str]) -> list[list[_Action]]:
     return actions_by_stage
 
 
-def _check_complete(caller: str, actions_by_stage: list[list[_Action]]) -> None:
+def _check_complete(actions_by_stage: list[list[_Action]]) -> None:
     all_actions = {action for actions in actions_by_stage for action in actions}
     if not all_actions:
-        raise ValueError(
-            format_error(caller, f"orders must list something to do, got {plural(len(actions_by_stage), 'stage')}.")
-        )
+        raise ValueError(error_text(f"orders must list something to do, got {plural(len(actions_by_stage), 'stage')}."))
     micro_batches = 1 + max(action.micro_batch for action in all_actions)
     chunks = 1 + max(action.chunk for action in all_actions)
     sizes = f"{plural(micro_batches, 'micro-batch')} in {plural(chunks, 'chunk')}"
     # too many are missing to list them all
     if max(micro_batches, chunks) > sum(map(len, actions_by_stage)):
         raise ValueError(
-            format_error(
-                caller, f"orders list {plural(sum(map(len, actions_by_stage)), 'action')}, too few for {sizes}."
-            )
+            error_text(f"orders list {plural(sum(map(len, actions_by_stage)), 'action')}, too few for {sizes}.")
         )
     split = any(action.kind == "weight" for action in all_actions)
     kinds = [kind for kind in LETTERS if split or kind != "weight"]
@@ -186,11 +184,11 @@ def _check_complete(caller: str, actions_by_stage: list[list[_Action]]) -> None:
     ]
     if faults:
         problem = f"every stage must list {', '.join(kinds)} of {sizes} once."
-        raise ValueError(format_error(caller, problem, faults))
+        raise ValueError(error_text(problem, faults))
 
 
 def _run_as_early_as_possible(
-    caller: str, actions_by_stage: list[list[_Action]], stage_of_virtual: list[int], message_ticks: int
+    actions_by_stage: list[list[_Action]], stage_of_virtual: list[int], message_ticks: int
 ) -> dict[str, list[list[int]]]:
     """Return tables [V, M] of the tick of each action; a stage runs at most one action per tick."""
     virtual = [
@@ -225,9 +223,7 @@ def _run_as_early_as_possible(
                 for s, input_pass in inputs.items()
                 if input_pass
             ]
-            raise ValueError(
-                format_error(caller, f"the stages wait for one another from tick {last_busy_tick + 1} on.", stuck)
-            )
+            raise ValueError(error_text(f"the stages wait for one another from tick {last_busy_tick + 1} on.", stuck))
         for stage in ready:
             ran_at[remaining[stage].pop()] = last_busy_tick = tick
         tick += 1

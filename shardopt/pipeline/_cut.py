@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from shardopt.core._arguments import check_number, is_integer
-from shardopt.core._errors import format_error, plural
+from shardopt.core._errors import calling, error_text, plural
 from shardopt.pipeline._check import check_sizes
 from shardopt.pipeline._schedule import Schedule
 
@@ -11,6 +11,7 @@ Counts = tuple[int, ...]
 """[V]: how many blocks each virtual stage runs, in the order of the model."""
 
 
+@calling("balance")
 def balance(num_blocks: int, num_parts: int, *, embedding: float = 0.0, head: float = 0.0) -> Counts:
     """Cut blocks into parts so that the busiest part has as little work as possible.
 
@@ -35,9 +36,9 @@ def balance(num_blocks: int, num_parts: int, *, embedding: float = 0.0, head: fl
     The result minimises max_p (n_p + e [p = 0] + h [p = last]), since a pipeline is as fast as its busiest stage.
     If two parts have equal work, the later one gets the block, since it stores fewer activations.
     """
-    check_sizes("balance", num_blocks=num_blocks, num_parts=num_parts)
+    check_sizes(num_blocks=num_blocks, num_parts=num_parts)
     for name, value in {"embedding": embedding, "head": head}.items():
-        check_number("balance", name, value)
+        check_number(name, value)
     load = [0.0] * num_parts
     load[0] += embedding
     load[-1] += head
@@ -49,7 +50,7 @@ def balance(num_blocks: int, num_parts: int, *, embedding: float = 0.0, head: fl
     return tuple(counts)
 
 
-def cut_blocks(caller: str, schedule: Schedule, num_blocks: int, counts: Sequence[int] | None) -> Counts:
+def cut_blocks(schedule: Schedule, num_blocks: int, counts: Sequence[int] | None) -> Counts:
     """Return [V], how many blocks each virtual stage runs: `counts`, or by default as equal as possible.
 
     Raises:
@@ -60,18 +61,18 @@ def cut_blocks(caller: str, schedule: Schedule, num_blocks: int, counts: Sequenc
     if counts is None and num_blocks < num_virtual:
         problem = f"{plural(num_blocks, 'block')} are too few for {parts_text}."
         fix = f"use {num_virtual} blocks or more, another pipeline size or number of chunks, or blocks_per_stage with zeros."
-        raise ValueError(format_error(caller, problem, fix=fix))
+        raise ValueError(error_text(problem, fix=fix))
     if counts is None:
         return balance(num_blocks, num_virtual)
     if len(counts) != num_virtual or sum(counts) != num_blocks:
         problem = f"blocks_per_stage has {plural(len(counts), 'part')} with {plural(sum(counts), 'block')} in all; "
         problem += f"there are {parts_text} parts, and {plural(num_blocks, 'block')}."
         fix = f"so.schedules.balance({num_blocks}, {num_virtual}) is such a cut; or leave it out."
-        raise ValueError(format_error(caller, problem, fix=fix))
+        raise ValueError(error_text(problem, fix=fix))
     return tuple(counts)
 
 
-def check_counts(caller: str, counts: Sequence[int] | None) -> Counts | None:
+def check_counts(counts: Sequence[int] | None) -> Counts | None:
     """Return a user's `blocks_per_stage` as a tuple of Python integers, or None.
 
     Raises:
@@ -82,9 +83,9 @@ def check_counts(caller: str, counts: Sequence[int] | None) -> Counts | None:
         return None
     if not isinstance(counts, Sequence) or isinstance(counts, str) or not all(map(is_integer, counts)):
         problem = f"blocks_per_stage must be integers, one for each virtual stage, or None, got {counts!r:.80}."
-        raise TypeError(format_error(caller, problem, fix="use so.schedules.balance(num_blocks, stages * chunks)."))
+        raise TypeError(error_text(problem, fix="use so.schedules.balance(num_blocks, stages * chunks)."))
     if min(counts, default=0) < 0:
-        raise ValueError(format_error(caller, f"blocks_per_stage must not be negative, got {min(counts)}."))
+        raise ValueError(error_text(f"blocks_per_stage must not be negative, got {min(counts)}."))
     return tuple(int(count) for count in counts)
 
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardopt.core._errors import calling
 from shardopt.core._extras import require
 from shardopt.pipeline._ticks import Ticks
 from shardopt.pipeline._timing import Pace, PassTimes, own_pace, program_begins
@@ -24,6 +25,7 @@ _MIN_FONT_SIZE = 4  # points; smaller numbers are left out
 _WIDTH_RANGE = 6.5, 60.0
 
 
+@calling("plot")
 def plot(
     ticks: Ticks,
     times: PassTimes,
@@ -32,7 +34,7 @@ def plot(
     path: str | os.PathLike[str] | None,
 ) -> "Figure":
     """Draw the lockstep program, or stages at their own pace; see `Schedule.plot`."""
-    require("matplotlib", extra="plot", caller="plot")
+    require("matplotlib", extra="plot")
     from matplotlib.figure import Figure  # not pyplot: no backend, no window, nothing to close
 
     lefts, edges = _lockstep_boxes(ticks, times) if pace == "lockstep" else _own_pace_boxes(ticks, times)

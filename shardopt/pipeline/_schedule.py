@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardopt.core._errors import plural
+from shardopt.core._errors import calling, plural
 from shardopt.pipeline import _timing as timing
 from shardopt.pipeline._check import check
 from shardopt.pipeline._ticks import LETTERS, Slots, Table, Ticks, as_table, num_live, shifts, tick_table
@@ -105,7 +105,8 @@ class Schedule:
 
     def _times(self, forward: Times, backward: Times, weight: Times, communication: float) -> PassTimes:
         pass_times = {"forward": forward, "backward": backward, "weight": weight}
-        return timing.pass_times(self.name, self.ticks, **pass_times, communication=communication)
+        with calling(self.name):
+            return timing.pass_times(self.ticks, **pass_times, communication=communication)
 
     @property
     def peak_activations(self) -> tuple[int, ...]:
@@ -234,7 +235,8 @@ class Schedule:
             missing, runs before its input arrives, or shares its tick, stage and kind with another pass; if values
             that are live at the same tick share a slot. The error counts all faults and lists the first eight.
         """
-        check(self.name, self.ticks, self.slots)
+        with calling(self.name):
+            check(self.ticks, self.slots)
 
     def plot(
         self,

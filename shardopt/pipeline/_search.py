@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from shardopt.core._arguments import check_number
+from shardopt.core._errors import calling
 from shardopt.pipeline._check import check_sizes
 from shardopt.pipeline._construct import from_order
 from shardopt.pipeline._schedule import Schedule
@@ -15,6 +16,7 @@ _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _ROUNDING = 1e-9
 
 
+@calling("search")
 def search(
     num_stages: int,
     num_micro_batches: int,
@@ -77,14 +79,14 @@ def search(
     References:
       Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 3.1 (the heuristic), table 5.
     """
-    check_sizes("search", num_stages=num_stages, num_micro_batches=num_micro_batches)
+    check_sizes(num_stages=num_stages, num_micro_batches=num_micro_batches)
     if memory is not None:
-        check_number("search", "memory", memory, minimum=1)
-    check_number("search", "memory_after_backward", memory_after_backward, below=math.nextafter(1, 2))
-    F = read_times("search", "forward", forward, num_stages, "stage")
-    B = read_times("search", "backward", backward, num_stages, "stage")
-    W = read_times("search", "weight", weight, num_stages, "stage")
-    (sending,) = read_times("search", "communication", communication, 1, "message")
+        check_number("memory", memory, minimum=1)
+    check_number("memory_after_backward", memory_after_backward, below=math.nextafter(1, 2))
+    F = read_times("forward", forward, num_stages, "stage")
+    B = read_times("backward", backward, num_stages, "stage")
+    W = read_times("weight", weight, num_stages, "stage")
+    (sending,) = read_times("communication", communication, 1, "message")
     max_activations = num_micro_batches if memory is None else min(memory, num_micro_batches)
     problem = _Problem(
         num_stages, num_micro_batches, F, B, W, sending, max_activations, memory_after_backward, synchronous
@@ -94,7 +96,7 @@ def search(
     known_schedules = [builder(num_stages, num_micro_batches) for builder in (zero_bubble, zero_bubble_2)]
 
     def cost(schedule: Schedule) -> tuple[float, float]:
-        times = pass_times("search", schedule.ticks, forward=F, backward=B, weight=W, communication=sending)
+        times = pass_times(schedule.ticks, forward=F, backward=B, weight=W, communication=sending)
         total, longest = table_time(schedule.ticks, times), max(stage_times(schedule.ticks, times))
         return (total, longest) if synchronous else (longest, total)
 

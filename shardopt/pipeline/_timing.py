@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from shardopt.core._arguments import is_number
-from shardopt.core._errors import format_error, plural
+from shardopt.core._errors import error_text, plural
 from shardopt.pipeline._ticks import LETTERS, Ticks, input_pass_of
 
 Times = float | Sequence[float]
@@ -30,7 +30,7 @@ class PassTimes(NamedTuple):
 
 
 def pass_times(
-    caller: str, ticks: Ticks, *, forward: Times = 1, backward: Times = 1, weight: Times = 1, communication: float = 0
+    ticks: Ticks, *, forward: Times = 1, backward: Times = 1, weight: Times = 1, communication: float = 0
 ) -> PassTimes:
     """Check the arguments of `Schedule.table_time` and return them as `PassTimes`.
 
@@ -40,25 +40,25 @@ def pass_times(
     """
     size = len(ticks.stage_of)
     passes = {
-        kind: read_times(caller, kind, times, size, "virtual stage")
+        kind: read_times(kind, times, size, "virtual stage")
         for kind, times in zip(LETTERS, (forward, backward, weight), strict=True)
     }
-    (sending,) = read_times(caller, "communication", communication, 1, "message")
+    (sending,) = read_times("communication", communication, 1, "message")
     if ticks.weight is None:
         passes["backward"] = [b + w for b, w in zip(passes["backward"], passes.pop("weight"), strict=True)]
     return PassTimes(passes, sending)
 
 
-def read_times(caller: str, argument: str, times: Times, size: int, noun: str) -> list[float]:
+def read_times(argument: str, times: Times, size: int, noun: str) -> list[float]:
     """Return a list of `size` times from one number or a sequence; raises the errors of `pass_times`."""
     time_list: list[float] = list(times) if isinstance(times, Sequence | np.ndarray) else [times] * size
     if bad_times := [repr(time) for time in time_list if not is_number(time) and not isinstance(time, Fraction)]:
-        raise TypeError(format_error(caller, f"{argument} must be numbers, got {', '.join(bad_times[:8])}."))
+        raise TypeError(error_text(f"{argument} must be numbers, got {', '.join(bad_times[:8])}."))
     if len(time_list) != size:
         argument = f"{argument} has {plural(len(time_list), 'time')} for {plural(size, noun)}."
-        raise ValueError(format_error(caller, argument, fix="give one number, or one for each, in the model's order."))
+        raise ValueError(error_text(argument, fix="give one number, or one for each, in the model's order."))
     if min(time_list) < 0:
-        raise ValueError(format_error(caller, f"{argument} must not be negative, got {min(time_list)}."))
+        raise ValueError(error_text(f"{argument} must not be negative, got {min(time_list)}."))
     return time_list
 
 

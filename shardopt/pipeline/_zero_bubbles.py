@@ -4,12 +4,14 @@ from collections import deque
 
 import numpy as np
 
+from shardopt.core._errors import calling
 from shardopt.pipeline._check import check_groups, check_sizes
 from shardopt.pipeline._construct import from_order, from_ticks
 from shardopt.pipeline._orders import lockstep_ticks, stage_order
 from shardopt.pipeline._schedule import Schedule
 
 
+@calling("zero_bubble")
 def zero_bubble(num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> Schedule:
     """Split the backward in two, and delay the half that no other stage waits for: ZB-H1.
 
@@ -46,14 +48,15 @@ def zero_bubble(num_stages: int, num_micro_batches: int, num_chunks: int = 1) ->
       `ScheduleInterleavedZeroBubble`.
     """
     sizes = {"num_stages": num_stages, "num_micro_batches": num_micro_batches, "num_chunks": num_chunks}
-    check_sizes("zero_bubble", **sizes)
-    check_groups("zero_bubble", **sizes)
+    check_sizes(**sizes)
+    check_groups(**sizes)
     # forwards ahead of B and weight passes behind it add up to v S on every stage
     max_chunks = num_stages * num_chunks
     orders = [stage_order(max_chunks - stage, **sizes, weight_lag=stage) for stage in range(num_stages)]
     return from_order(orders, name="zero_bubble")
 
 
+@calling("zero_bubble_2")
 def zero_bubble_2(num_stages: int, num_micro_batches: int) -> Schedule:
     """Run more forwards ahead, so that no stage is idle between its first pass and its last: ZB-H2.
 
@@ -89,12 +92,13 @@ def zero_bubble_2(num_stages: int, num_micro_batches: int) -> Schedule:
       Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2.2.
     """
     sizes = {"num_stages": num_stages, "num_micro_batches": num_micro_batches}
-    check_sizes("zero_bubble_2", **sizes)
+    check_sizes(**sizes)
     ahead = [2 * (num_stages - stage) - 1 for stage in range(num_stages)]
     orders = [stage_order(ahead[stage], **sizes, weight_lag=2 * stage) for stage in range(num_stages)]
     return from_order(orders, name="zero_bubble_2")
 
 
+@calling("zero_bubble_lockstep")
 def zero_bubble_lockstep(num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> Schedule:
     """Time forward and backward as `interleaved` does, and put weight gradients where they make no tick longer.
 
@@ -136,8 +140,8 @@ def zero_bubble_lockstep(num_stages: int, num_micro_batches: int, num_chunks: in
       "Pipeline Parallelism with Controllable Memory", 2024 (V-shaped placements). The timing is shardopt's own.
     """
     sizes = {"num_stages": num_stages, "num_micro_batches": num_micro_batches, "num_chunks": num_chunks}
-    check_sizes("zero_bubble_lockstep", **sizes)
-    check_groups("zero_bubble_lockstep", **sizes)
+    check_sizes(**sizes)
+    check_groups(**sizes)
     forward, backward = lockstep_ticks(**sizes)
     weight = _weight_ticks(num_stages, forward, backward)
     return from_ticks(num_stages, forward, backward, weight, name="zero_bubble_lockstep")

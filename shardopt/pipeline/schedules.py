@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from shardopt.core._errors import calling
 from shardopt.pipeline._ahead import send_ahead
 from shardopt.pipeline._bent import dual_pipe_v, zero_bubble_v
 from shardopt.pipeline._check import check_groups, check_sizes
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 
+@calling("gpipe")
 def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
     """Run every micro-batch forward, then every one backward, in the same order.
 
@@ -66,13 +68,14 @@ def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
     References:
       Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019.
     """
-    check_sizes("gpipe", num_stages=num_stages, num_micro_batches=num_micro_batches)
+    check_sizes(num_stages=num_stages, num_micro_batches=num_micro_batches)
     stage, micro_batch = np.indices((num_stages, num_micro_batches))
     forward = micro_batch + stage
     backward = forward.max() + 1 + micro_batch + (num_stages - 1 - stage)
     return from_ticks(num_stages, forward, backward, name="gpipe")
 
 
+@calling("one_f_one_b")
 def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
     """Run forwards until the pipeline is full, then a backward and a forward in turn: 1F1B as Megatron and PyTorch do.
 
@@ -100,11 +103,12 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
       Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019, and
       "Memory-Efficient Pipeline-Parallel DNN Training", 2021, for the order with one flush a step.
     """
-    check_sizes("one_f_one_b", num_stages=num_stages, num_micro_batches=num_micro_batches)
+    check_sizes(num_stages=num_stages, num_micro_batches=num_micro_batches)
     orders = [stage_order(num_stages - stage, num_stages, num_micro_batches) for stage in range(num_stages)]
     return from_order(orders, name="one_f_one_b")
 
 
+@calling("eager_one_f_one_b")
 def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
     """Run a forward and a backward on every tick, so that no stage waits for another kind of work: 1F1B in lockstep.
 
@@ -132,11 +136,12 @@ def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
     References:
       Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021; the timing is shardopt's own.
     """
-    check_sizes("eager_one_f_one_b", num_stages=num_stages, num_micro_batches=num_micro_batches)
+    check_sizes(num_stages=num_stages, num_micro_batches=num_micro_batches)
     forward, backward = lockstep_ticks(num_stages, num_micro_batches, 1)
     return from_ticks(num_stages, forward, backward, name="eager_one_f_one_b")
 
 
+@calling("interleaved")
 def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int = 2) -> Schedule:
     """Cut the model into chunks x stages parts, part v on stage v mod S, and run a forward and a backward per tick.
 
@@ -180,12 +185,13 @@ def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int = 2) ->
       section 2.2.
     """
     sizes = {"num_stages": num_stages, "num_micro_batches": num_micro_batches, "num_chunks": num_chunks}
-    check_sizes("interleaved", **sizes)
-    check_groups("interleaved", **sizes)
+    check_sizes(**sizes)
+    check_groups(**sizes)
     forward, backward = lockstep_ticks(**sizes)
     return from_ticks(num_stages, forward, backward, name="interleaved")
 
 
+@calling("looped_breadth_first")
 def looped_breadth_first(num_stages: int, num_micro_batches: int, num_chunks: int = 2) -> Schedule:
     """Cut the model into chunks x stages parts, and run all micro-batches through a chunk before the next chunk begins.
 
@@ -226,7 +232,7 @@ def looped_breadth_first(num_stages: int, num_micro_batches: int, num_chunks: in
       Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2023.
     """
     sizes = {"num_stages": num_stages, "num_micro_batches": num_micro_batches}
-    check_sizes("looped_breadth_first", **sizes, num_chunks=num_chunks)
+    check_sizes(**sizes, num_chunks=num_chunks)
     v, m = np.indices((num_stages * num_chunks, num_micro_batches))
     chunk, stage = divmod(v, num_stages)
     chunk_ticks = max(num_stages, num_micro_batches)

@@ -10,9 +10,8 @@ import jax
 from jax.sharding import Mesh
 from jax.stages import Compiled, Lowered
 
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, format_error
 from shardopt.core._types import PyTree, abstract, is_array_like
-from shardopt.engine._optimizer import ShardedOptimizer
 from shardopt.hlo._collective import Collective
 from shardopt.hlo._program import Memory, argument_padding, audit, inner_product_flops, memory, read_program
 from shardopt.hlo._report import Audit
@@ -20,6 +19,7 @@ from shardopt.mesh import make_mesh
 from shardopt.planning._compiled_time import StepSeconds, walk_schedule
 from shardopt.planning._hardware import Hardware, hardware_of
 from shardopt.planning._topologies import parse_topology, topology_devices
+from shardopt.step._optimizer import ShardedOptimizer
 
 
 class AotReport(NamedTuple):
@@ -110,6 +110,7 @@ class AotReport(NamedTuple):
         return "\n".join([*lines, str(self.step_seconds)])
 
 
+@calling("aot")
 def aot(
     make: Callable[[Mesh], ShardedOptimizer],
     abstract_params: PyTree,
@@ -188,7 +189,7 @@ def aot(
         compile_seconds=seconds,
         hbm_bytes=chip.memory_bytes // devices_per_chip,
         text=text,
-        step_seconds=walk_schedule(read_program("aot", text, (), mesh=mesh), hardware_of(devices), schedule),
+        step_seconds=walk_schedule(read_program(text, (), mesh=mesh), hardware_of(devices), schedule),
     )
 
 

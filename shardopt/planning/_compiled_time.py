@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Compiled, Lowered
 
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, format_error
 from shardopt.core._types import PyTree
 from shardopt.hlo._hlo_text import Instruction
 from shardopt.hlo._program import CanLower, Program, read_program
@@ -110,6 +110,7 @@ def _origin(operation: Operation) -> str:
     )
 
 
+@calling("step_seconds")
 def step_seconds(
     program: CanLower | Lowered | Compiled | str,
     *args: PyTree,
@@ -158,8 +159,8 @@ def step_seconds(
       - Not counted: the latency of collectives, copies between HBM and the cores' own memory, missing wrap-around
         links, other programs on the same links.
     """
-    parsed = read_program("step_seconds", program, args, mesh=mesh)
-    check_schedule("step_seconds", parsed.module, schedule)
+    parsed = read_program(program, args, mesh=mesh)
+    check_schedule(parsed.module, schedule)
     chip = find_hardware("step_seconds", hardware) if hardware is not None else hardware_of(parsed.devices)
     return walk_schedule(parsed, chip, schedule)
 

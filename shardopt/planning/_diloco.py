@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, error_text
 
 
 class Utilisation(NamedTuple):
@@ -21,6 +21,7 @@ class Utilisation(NamedTuple):
     utilisation: float
 
 
+@calling("diloco_utilisation")
 def diloco_utilisation(
     *,
     num_parameters: float,
@@ -71,13 +72,14 @@ def diloco_utilisation(
       "Streaming DiLoCo with Overlapping Communication", 2025, section 2 for fragments and delay.
     """
     numbers = {"num_parameters": num_parameters, "step_seconds": step_seconds, "bandwidth": bandwidth, "bits": bits}
-    _check("diloco_utilisation", numbers, replicas, sync_every, fragments, delay, overlap, latency)
+    _check(numbers, replicas, sync_every, fragments, delay, overlap, latency)
     send = _wire_bytes(num_parameters, bits, replicas) / bandwidth + fragments * latency
     waiting = max(send / fragments - (delay + overlap) * step_seconds, 0.0) * fragments
     compute = sync_every * step_seconds
     return Utilisation(compute, send, waiting, compute / (compute + waiting))
 
 
+@calling("bandwidth_for")
 def bandwidth_for(
     target: float,
     *,
@@ -117,7 +119,7 @@ def bandwidth_for(
     if not 0 < target < 1:
         raise ValueError(f"bandwidth_for: target must be above 0 and below 1, got {target}.")
     numbers = {"num_parameters": num_parameters, "step_seconds": step_seconds, "bits": bits}
-    _check("bandwidth_for", numbers, replicas, sync_every, fragments, delay, overlap)
+    _check(numbers, replicas, sync_every, fragments, delay, overlap)
     allowed = sync_every * step_seconds * (1 / target - 1) + fragments * (delay + overlap) * step_seconds
     return _wire_bytes(num_parameters, bits, replicas) / allowed
 
@@ -127,7 +129,6 @@ def _wire_bytes(num_parameters: float, bits: float, replicas: int) -> float:
 
 
 def _check(
-    caller: str,
     positive: dict[str, float],
     replicas: int,
     sync_every: int,
@@ -151,4 +152,4 @@ def _check(
         errors = [f"delay={delay} must be below sync_every / fragments = {sync_every // fragments}"]
     if errors:
         fix = "choose numbers as so.diloco takes them."
-        raise ValueError(format_error(caller, "these numbers cannot be used.", errors, fix))
+        raise ValueError(error_text("these numbers cannot be used.", errors, fix))

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float
 
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, error_text, format_error
 from shardopt.core._extras import require
 from shardopt.planning._plots import Path, saved
 
@@ -31,6 +31,7 @@ class Imbalance(NamedTuple):
     each: Float[np.ndarray, "S L"]
 
 
+@calling("expected_imbalance")
 def expected_imbalance(tokens: float, *, num_experts: int, top_k: int, devices: int) -> float:
     """Return the expected load of the busiest device over the mean load, if every token chose its experts at random.
 
@@ -53,12 +54,11 @@ def expected_imbalance(tokens: float, *, num_experts: int, top_k: int, devices: 
       K of E experts are drawn without replacement. The largest of X such loads is about m + sigma sqrt(2 ln X). A
       larger load is caused by the router.
     """
-    caller = "expected_imbalance"
     for name, value in {"num_experts": num_experts, "top_k": top_k, "devices": devices}.items():
-        check_count(caller, name, value, minimum=1)
+        check_count(name, value, minimum=1)
     if tokens <= 0 or top_k > num_experts:
         problem = f"tokens={tokens} must be positive, and top_k={top_k} at most num_experts={num_experts}."
-        raise ValueError(format_error(caller, problem))
+        raise ValueError(error_text(problem))
     if devices == 1 or top_k == num_experts:
         return 1.0
     mean = tokens * top_k / devices
@@ -66,6 +66,7 @@ def expected_imbalance(tokens: float, *, num_experts: int, top_k: int, devices: 
     return 1 + math.sqrt(2 * math.log(devices) * variance) / mean
 
 
+@calling("tile_overlap")
 def tile_overlap(tokens: float, *, num_experts: int, top_k: int, devices: int = 1, tile: int = 128) -> float:
     """Return the expected flops of expert kernels over the flops of their rows; 1 if no tile is multiplied twice.
 
@@ -90,15 +91,15 @@ def tile_overlap(tokens: float, *, num_experts: int, top_k: int, devices: int = 
 
           1 + (E / X - 1) (m - 1) X / (N K)
     """
-    caller = "tile_overlap"
     for name, value in {"num_experts": num_experts, "top_k": top_k, "devices": devices, "tile": tile}.items():
-        check_count(caller, name, value, minimum=1)
+        check_count(name, value, minimum=1)
     if tokens <= 0 or num_experts % devices:
         problem = f"tokens={tokens} must be positive, and num_experts={num_experts} divisible by devices={devices}."
-        raise ValueError(format_error(caller, problem))
+        raise ValueError(error_text(problem))
     return 1 + (num_experts // devices - 1) * (tile - 1) * devices / (tokens * top_k)
 
 
+@calling("imbalance")
 def imbalance(loads: Float[np.ndarray, "S L E"], devices: int, *, replicas: int = 0) -> Imbalance:
     """Return how much recorded expert loads slow down an expert axis, also with copies of the busiest experts.
 
@@ -127,8 +128,8 @@ def imbalance(loads: Float[np.ndarray, "S L E"], devices: int, *, replicas: int 
     References:
       DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.4: redundant experts, at inference.
     """
-    check_count("imbalance", "devices", devices, minimum=1)
-    check_count("imbalance", "replicas", replicas, minimum=0)
+    check_count("devices", devices, minimum=1)
+    check_count("replicas", replicas, minimum=0)
     loads = np.asarray(loads, float)
     if loads.ndim != 3 or loads.shape[2] % devices or not loads.size:
         problem = (
@@ -172,6 +173,7 @@ def _slowdown(loads: np.ndarray, expert_devices: list[list[int]], devices: int) 
     return float(_device_loads(loads, expert_devices, devices).max() * devices / total) if total else 1.0
 
 
+@calling("plot_expert_loads")
 def plot_expert_loads(loads: Float[np.ndarray, "S L E"], *, devices: int | None = None, path: Path = None) -> "Figure":
     """Draw the loads of experts over time: one panel per layer, one line per expert, white for an equal share.
 
@@ -186,7 +188,7 @@ def plot_expert_loads(loads: Float[np.ndarray, "S L E"], *, devices: int | None 
     Raises:
       ValueError: if loads are not [steps, layers, experts].
     """
-    require("matplotlib", extra="plot", caller="plot_expert_loads")
+    require("matplotlib", extra="plot")
     from matplotlib.figure import Figure
 
     loads = np.asarray(loads, float)

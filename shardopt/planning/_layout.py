@@ -13,12 +13,12 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
+from shardopt.config._config import PLACEMENTS, Placement, configure
+from shardopt.config._layout import make_layout
 from shardopt.core._block_model import BlockModel
-from shardopt.core._errors import plural
+from shardopt.core._errors import calling, plural
 from shardopt.core._types import PyTree, Rules
-from shardopt.engine._config import PLACEMENTS, Placement, StrategyConfig
-from shardopt.engine._layout import make_layout
-from shardopt.engine._owned_update import layout_bytes
+from shardopt.matrices._owned_update import layout_bytes
 from shardopt.mesh import spec_axes
 from shardopt.partition import COLUMNS, LayoutBytes, LeafPlan, ShardAxes, plan_leaves, shard_axes, state_specs
 from shardopt.partition._report import num_shards
@@ -277,6 +277,7 @@ class _MeshShape(NamedTuple):
     shape: Mapping[str, int]
 
 
+@calling("plan")
 def place(
     workload: Workload, layout: Layout, opt_state: PyTree, *, min_shard_elements: int = 1024, tiled: bool = False
 ) -> PlacedModel:
@@ -294,7 +295,6 @@ def place(
     tables = workload.tables if placement.params and layout.shards.size > 1 and layout.pipeline == 1 else ()
     plan_tree = plan_leaves(
         workload.params,
-        caller="plan",
         mesh=mesh,
         rules=workload.rules if layout.tensor > 1 else (),
         stacked=True,
@@ -334,17 +334,13 @@ def state_layout_bytes(
     """Return the bytes that optimizer work on matrices sends with each `opt_state_layout`; None without such work."""
     placeholder = lambda *args: args[-1]  # noqa: E731
     model = BlockModel(placeholder, placeholder, placeholder)  # never runs
-    config = StrategyConfig(
-        "plan",
-        tx,
-        cast(Mesh, _MeshShape(layout.sizes)),
-        model,
-        PLACEMENTS[layout.placement],
-        rules=workload.rules if layout.tensor > 1 else (),
-        min_shard_elements=min_shard_elements,
-        expert_leaves=() if workload.experts is None else workload.experts.leaves,
-        schedule=layout.table(),
-    )
+    options = {
+        "rules": workload.rules if layout.tensor > 1 else (),
+        "min_shard_elements": min_shard_elements,
+        "expert_leaves": () if workload.experts is None else workload.experts.leaves,
+    }
+    mesh = cast(Mesh, _MeshShape(layout.sizes))
+    config = configure("plan", tx, mesh, model, PLACEMENTS[layout.placement], options).replace(schedule=layout.table())
     return layout_bytes(config, make_layout(config, workload.params))
 
 

@@ -191,8 +191,9 @@ class Transformer:
           - Residuals of a block per token, replicated over tensor: the input, the middle of the residual stream and
             both norms (4 D).
           - Residuals of a block per token, sharded over tensor: queries, keys, values and the result of attention
-            (2 H K + 2 G K). The inputs and outputs of the mlp's products are sharded too (3 F, without a gate 2 F). In
-            a pipeline a block stores the results of inner products alone.
+            (2 H K + 2 G K), and the mlp (6 F, for SwiGLU and for GELU; jax 0.12 stores 5 F for GELU).
+          - In a pipeline and under fsdp a block stores the results of inner products alone: 2 D, 2 H K + 2 G K, and for
+            the mlp 2 F, without a gate F.
           - Values that remat can save by name: "qkv" (H K + 2 G K), "attention" (H K), "attention_out" (D) and
             "mlp_hidden" (2 F, without a gate F). Each avoids the product that computes it, "attention" half of the T^2
             flops.
@@ -259,7 +260,7 @@ class Transformer:
             boundary_bytes=token_bytes * D,
             residuals=Bytes(
                 token_bytes * 4 * D + expert_residuals[0],
-                token_bytes * (2 * H * K + 2 * G * K + (5 + gate) * mlps * F) + expert_residuals[1] + scores,
+                token_bytes * (2 * H * K + 2 * G * K + 6 * mlps * F) + expert_residuals[1] + scores,
             ),
             stage_residuals=Bytes(
                 token_bytes * 2 * D + expert_residuals[0],

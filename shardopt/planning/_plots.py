@@ -4,13 +4,13 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shardopt.core._errors import format_error, plural
+from shardopt.core._errors import calling, format_error, plural
 from shardopt.core._extras import require
 from shardopt.core._types import PyTree
-from shardopt.engine._optimizer import ShardedOptimizer
 from shardopt.mesh import spec_axes
 from shardopt.planning._compiled_time import StepSeconds
 from shardopt.planning._search import Prediction
+from shardopt.step._optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -124,8 +124,9 @@ def _bars(
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, fontsize=8)
 
 
+@calling("plot")
 def _figure(predictions: Sequence[Prediction], *, columns: int) -> tuple["Figure", list["Axes"]]:
-    require("matplotlib", extra="plot", caller="plot")
+    require("matplotlib", extra="plot")
     from matplotlib.figure import Figure  # not pyplot, which chooses a backend and must be closed
 
     if not 1 <= len(predictions) <= _MAX_BARS:
@@ -144,6 +145,7 @@ def saved(figure: "Figure", path: Path) -> "Figure":
     return figure
 
 
+@calling("plot_timeline")
 def plot_timeline(step: StepSeconds, *, path: Path = None) -> "Figure":
     """Draw the timeline of a compiled step: computation and waiting of the TensorCore, and transfers of each mesh axis.
 
@@ -157,7 +159,7 @@ def plot_timeline(step: StepSeconds, *, path: Path = None) -> "Figure":
     Raises:
       ValueError: if the program holds no estimates.
     """
-    require("matplotlib", extra="plot", caller="plot_timeline")
+    require("matplotlib", extra="plot")
     from matplotlib.figure import Figure
 
     if step.total is None:
@@ -183,6 +185,7 @@ def plot_timeline(step: StepSeconds, *, path: Path = None) -> "Figure":
     return saved(figure, path)
 
 
+@calling("plot_placement")
 def plot_placement(opt: ShardedOptimizer, abstract_params: PyTree = None, *, path: Path = None) -> "Figure":
     """Draw the placement of each parameter leaf on the mesh: one row per leaf, one strip per axis that shards it.
 
@@ -197,7 +200,7 @@ def plot_placement(opt: ShardedOptimizer, abstract_params: PyTree = None, *, pat
     Returns:
       A matplotlib figure.
     """
-    require("matplotlib", extra="plot", caller="plot_placement")
+    require("matplotlib", extra="plot")
     from matplotlib.figure import Figure
 
     rows = (opt.config.report() if abstract_params is None else opt.config.report(abstract_params)).rows

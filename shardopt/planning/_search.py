@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
+from shardopt.config._config import PLACEMENTS
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import format_error, plural
+from shardopt.core._errors import calling, format_error, plural
 from shardopt.core._types import PyTree, Rules
-from shardopt.engine._config import PLACEMENTS
 from shardopt.partition import LayoutBytes
 from shardopt.pipeline import schedules as known_schedules
 from shardopt.planning._costs import Footprint, StepTime, Transfer, by_axis, footprint, step_time, traffic
@@ -137,6 +137,7 @@ class Plans(NamedTuple):
         return self.table()
 
 
+@calling("plan")
 def plan(
     model: str | Transformer | Workload,
     *,
@@ -285,7 +286,7 @@ def _check(
     chips: int, batch_size: int, slices: int, placements: Sequence[str], schedules: Sequence[str], headroom: float
 ) -> None:
     for name, value in {"chips": chips, "batch_size": batch_size, "slices": slices}.items():
-        check_count("plan", name, value)
+        check_count(name, value)
     if chips % slices:
         problem = f"{chips} chips cannot be spread evenly over {plural(slices, 'slice')}."
         raise ValueError(format_error("plan", problem, fix=f"choose chips divisible by {slices}."))

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import format_error, plural
+from shardopt.core._errors import calling, format_error, plural
 from shardopt.core._extras import is_installed, require
 from shardopt.planning._hardware import HARDWARE, Devices, Hardware
 
@@ -43,6 +43,7 @@ def _form(chip: Hardware) -> str:
     return f"{chip.name}:{'x'.join(['4'] * chip.torus_dims) or chip.pod_chips}"
 
 
+@calling("aot")
 def topology_devices(topology: str, *, num_slices: int = 1) -> Devices:
     """Return the abstract devices of a topology, to compile for.
 
@@ -51,10 +52,10 @@ def topology_devices(topology: str, *, num_slices: int = 1) -> Devices:
       ValueError: if the compiler does not know the topology.
     """
     chip, dims = parse_topology(topology)
-    check_count("aot", "num_slices", num_slices)
+    check_count("num_slices", num_slices)
     if not chip.torus_dims:
         return _gpus(chip, dims[0], num_slices)
-    require("libtpu", extra="tpu", caller="aot")
+    require("libtpu", extra="tpu")
     from jax.experimental import topologies
 
     options: dict[str, object] = {"wrap": wraps(dims)}
@@ -120,7 +121,7 @@ _PLUGINS = {"jax_cuda13_plugin": 13, "jax_cuda12_plugin": 12}
 def _gpus(chip: Hardware, size: int, nodes: int) -> Devices:
     plugin = next((name for name in _PLUGINS if is_installed(name)), None)
     if plugin is None:
-        require("jax_cuda12_plugin", extra="gpu", caller="aot")
+        require("jax_cuda12_plugin", extra="gpu")
     from jax.experimental import topologies
 
     return topologies.get_topology_desc(

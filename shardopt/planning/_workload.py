@@ -9,20 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.typing import DTypeLike
 
 from shardopt.core._block_model import BLOCKS, BlockModel, as_block_model, call
-from shardopt.core._block_remat import Named, named_values, read_remat
-from shardopt.core._errors import format_error, plural
-from shardopt.core._jaxprs import equations
+from shardopt.core._block_remat import Named, read_remat
+from shardopt.core._errors import calling, format_error, plural
 from shardopt.core._types import PyTree, Rules, Weighted, leaves_with_paths
 from shardopt.mesh import analysis
-from shardopt.nn._embedding import NAME as LOOKED_UP
 from shardopt.partition._rules import match_rules
 from shardopt.remat._split_backward import split_backward
-from shardopt.separability._dependence import EXPERTS
-from shardopt.separability._walk import ATTENTION
+from shardopt.trace._jaxprs import cost_of
+from shardopt.trace._marks import ATTENTION, EXPERTS, GROUPED_PRODUCT, LOOKED_UP, has_mark, marks_in, named_values
+from shardopt.trace._parts import product_flops
 
 
 class Bytes(NamedTuple):
@@ -217,6 +216,7 @@ class Workload(NamedTuple):
         ]
         return self._replace(residuals=enlarged[0], stage_residuals=enlarged[1], deferred=enlarged[2], working=working)
 
+    @calling("plan")
     def recompute(self, remat: bool | str) -> Recompute | None:
         """Return the bytes that remat stores and the work that it repeats; None for False.
 
@@ -231,7 +231,7 @@ class Workload(NamedTuple):
         flops, sums = self.recompute_flops, max(self.tensor_sums[0] - 1, 0)
         if remat is True:
             return Recompute(Bytes(), flops, sums)
-        policy = read_remat("plan", remat)
+        policy = read_remat(remat)
         if not isinstance(policy, Named) or policy.offload:
             problem = f"remat must be True, False or 'save:NAME,...', got {remat!r}."
             raise ValueError(format_error("plan", problem, fix="write 'save:qkv,attention', or True for 'full'."))
@@ -258,6 +258,7 @@ class Workload(NamedTuple):
         return False, *(f"save:{names}" for names in name_lists), True
 
 
+@calling("plan")
 def tensor_sums(params: PyTree, rules: Rules, expert_leaves: Sequence[str] = ()) -> tuple[int, int]:
     """Return how many sums over tensor the (forward, backward) pass of a block needs by its rules.
 
@@ -266,9 +267,7 @@ def tensor_sums(params: PyTree, rules: Rules, expert_leaves: Sequence[str] = ())
     expert leaves counts experts and is skipped. Input gradients of all expert leaves are summed in one all-reduce.
     """
     leaves = leaves_with_paths(params)
-    specs = match_rules(
-        rules, [(path, leaf.shape[path.startswith("blocks/") :]) for path, leaf in leaves], caller="plan"
-    )
+    specs = match_rules(rules, [(path, leaf.shape[path.startswith("blocks/") :]) for path, leaf in leaves])
     tensor_specs = [
         (any(re.search(pattern, path) for pattern in expert_leaves), tuple(spec))
         for (path, _), spec in zip(leaves, specs, strict=True)
@@ -459,30 +458,27 @@ def _count_named_sums(functions: _ModelFunctions, batch: PyTree) -> dict[str, in
 
 def _attention(functions: _ModelFunctions, batch: PyTree) -> Attention | None:
     """Return the sizes of a block's calls of `so.nn.attention`; several calls add up."""
-    calls = [eqn for eqn in equations(_block_jaxpr(functions, batch)) if eqn.params.get("name") == ATTENTION]
+    calls = marks_in(_block_jaxpr(functions, batch), ATTENTION)
     if not calls:
         return None
-    queries, keys = (sum(_nbytes(_aval(eqn.invars[i])) for eqn in calls) for i in (0, 1))
-    lengths = {_aval(eqn.invars[0]).shape[1] for eqn in calls}
+    queries, keys = (sum(_nbytes(_aval(mark.operands[i])) for mark in calls) for i in (0, 1))
+    lengths = {_aval(mark.operands[0]).shape[1] for mark in calls}
     residuals = _residuals(functions.block, functions.weights, functions.boundary(batch), functions.key)
     score_shapes = {(length, length) for length in lengths}
     scores = sum(_nbytes(residual) for residual in residuals if residual.shape[-2:] in score_shapes)
-    return Attention(queries, keys, min(_aval(eqn.invars[1]).shape[2] for eqn in calls), scores)
+    return Attention(queries, keys, min(_aval(mark.operands[1]).shape[2] for mark in calls), scores)
 
 
 def _experts(functions: _ModelFunctions, batch: PyTree, leaves: tuple[str, ...]) -> Experts | None:
     """Return the sizes of a block's calls of `so.nn.mixture_of_experts`; several calls add up."""
-    calls = [
-        eqn for eqn in equations(_block_jaxpr(functions, batch)) if str(eqn.params.get("name")).startswith(EXPERTS)
-    ]
+    calls = marks_in(_block_jaxpr(functions, batch), EXPERTS)
     if not calls or not leaves:
         return None
     call_sizes = []
-    for eqn in calls:
-        inputs = [_aval(v) for v in eqn.invars]  # weights [E, D, F] each, x [B, T, D], router [D, E]
+    for mark in calls:
+        inputs = [_aval(v) for v in mark.operands]  # weights [E, D, F] each, x [B, T, D], router [D, E]
         router = next(i for i, array in enumerate(inputs) if array.ndim == 2)
-        top_k = int(eqn.params["name"].rsplit("_", 1)[1])
-        call_sizes.append((inputs[router].shape[1], top_k, _nbytes(inputs[router - 1])))
+        call_sizes.append((inputs[router].shape[1], mark.data["top_k"], _nbytes(inputs[router - 1])))
     num_experts, top_ks, token_bytes = zip(*call_sizes, strict=True)
     return Experts(leaves, max(num_experts), max(top_ks), float(sum(token_bytes)))
 
@@ -562,28 +558,19 @@ def count_flops(jaxpr: ClosedJaxpr | Jaxpr) -> Iterator[float]:
 
     A `while` of unknown length counts once. A `cond` counts as its most expensive branch.
     """
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        if name == "dot_general":
-            (contract, _), _ = eqn.params["dimension_numbers"]
-            depth = math.prod(_aval(eqn.invars[0]).shape[dim] for dim in contract)
-            yield 2.0 * _aval(eqn.outvars[0]).size * depth
-        elif name == "conv_general_dilated":
-            kernel = _aval(eqn.invars[1])
-            features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
-            yield 2.0 * _aval(eqn.outvars[0]).size * kernel.size / features
-        elif (
-            eqn.params.get("name") == "shardopt_grouped_product"
-        ):  # each row is multiplied with the matrix of its group
-            yield 2.0 * _aval(eqn.invars[0]).size * _aval(eqn.outvars[0]).shape[-1]
-        elif name == "cond":
-            yield max((sum(count_flops(branch)) for branch in eqn.params["branches"]), default=0.0)
-        else:
-            times = eqn.params.get("length", 1) if name == "scan" else 1
-            for value in eqn.params.values():
-                for inner in value if isinstance(value, list | tuple) else (value,):
-                    if isinstance(inner, ClosedJaxpr | Jaxpr):
-                        yield times * sum(count_flops(inner))
+    return (cost_of(eqn, _product_flops) for eqn in jaxpr.eqns)
+
+
+def _product_flops(eqn: JaxprEqn) -> float | None:
+    if eqn.primitive.name == "dot_general":
+        return product_flops(eqn)
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel = _aval(eqn.invars[1])
+        features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+        return 2.0 * _aval(eqn.outvars[0]).size * kernel.size / features
+    if has_mark(eqn, GROUPED_PRODUCT):  # each row is multiplied with the matrix of its group
+        return 2.0 * _aval(eqn.invars[0]).size * _aval(eqn.outvars[0]).shape[-1]
+    return None
 
 
 def _aval(v: Var | Literal) -> ShapedArray:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.core._errors import format_error, plural
+from shardopt.core._errors import error_text, plural
 from shardopt.core._types import PyTree, abstract
 
 AxisName = str | tuple[str, ...]
@@ -18,20 +18,20 @@ AxisName = str | tuple[str, ...]
 T = TypeVar("T")
 
 
-def axis_names(caller: str, axis_name: AxisName) -> tuple[str, ...]:
+def axis_names(axis_name: AxisName) -> tuple[str, ...]:
     """Return the axis name, or the several axis names, as a tuple of strings."""
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(names, tuple | list) or not names or not all(isinstance(name, str) for name in names):
         problem = f"an axis name is a string or a tuple of strings, got {axis_name!r}."
-        raise TypeError(format_error(caller, problem, fix='pass the name of a mesh axis, such as "data".'))
+        raise TypeError(error_text(problem, fix='pass the name of a mesh axis, such as "data".'))
     if len(set(names)) < len(names):
-        raise ValueError(format_error(caller, f"axis names must differ, got {tuple(names)!r}."))
+        raise ValueError(error_text(f"axis names must differ, got {tuple(names)!r}."))
     return tuple(names)
 
 
-def axis_size(caller: str, axis_name: AxisName) -> int:
+def axis_size(axis_name: AxisName) -> int:
     """Return the number of devices along the axis."""
-    names = axis_names(caller, axis_name)
+    names = axis_names(axis_name)
     if unbound := [name for name in names if not is_bound(name)]:
         quoted = ", ".join(repr(name) for name in unbound)
         problem = f"axis {quoted} {'is' if len(unbound) == 1 else 'are'} not bound here."
@@ -39,7 +39,7 @@ def axis_size(caller: str, axis_name: AxisName) -> int:
             f"call it inside jax.shard_map over a mesh with axis {quoted} (manual, not left to the partitioner), "
             f"or inside jax.pmap or jax.vmap with axis_name={quoted if len(unbound) == 1 else names}."
         )
-        raise ValueError(format_error(caller, problem, fix=fix))
+        raise ValueError(error_text(problem, fix=fix))
     return math.prod(jax.lax.axis_size(name) for name in names)
 
 
@@ -65,12 +65,12 @@ def varying(x: jax.Array) -> frozenset[str]:
     return jax.typeof(x).mat.varying
 
 
-def check_not_summed(caller: str, axis_name: AxisName, paths: Sequence[str], leaves: Sequence[jax.Array]) -> None:
+def check_not_summed(axis_name: AxisName, paths: Sequence[str], leaves: Sequence[jax.Array]) -> None:
     """Raise an error for gradients that JAX has already summed over the axis.
 
     Nothing is checked where types do not track along which axes values vary.
     """
-    names = axis_names(caller, axis_name)
+    names = axis_names(axis_name)
     if not tracks_varying(names):
         return
     summed = [path for path, leaf in zip(paths, leaves, strict=True) if not varying(leaf) >= set(names)]
@@ -83,7 +83,7 @@ def check_not_summed(caller: str, axis_name: AxisName, paths: Sequence[str], lea
         fix = (
             f"differentiate with respect to jax.lax.pcast(params, {axis_name!r}, to='varying'), or use check_vma=False."
         )
-        raise ValueError(format_error(caller, problem, summed, fix))
+        raise ValueError(error_text(problem, summed, fix))
 
 
 def agreeing_cond(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from shardopt.collectives._buckets import Bucket
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, format_error
 from shardopt.core._types import wide_dtype
 from shardopt.reducers._mean import (
     Codec,
@@ -22,6 +22,7 @@ from shardopt.reducers._mean import (
 from shardopt.reducers._reducer import MessageCodec, Reducer, make_reducer, real_dtype, real_shape
 
 
+@calling("sign")
 def sign(block_size: int = 1024) -> Reducer:
     """Average the signs of gradients, times their mean magnitude; use it with `error_feedback`.
 
@@ -62,7 +63,7 @@ def sign(block_size: int = 1024) -> Reducer:
       Zheng et al., "Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback", 2019, which
       compresses blocks, and the mean as well.
     """
-    check_count("sign", "block_size", block_size)
+    check_count("block_size", block_size)
     if block_size % 8:
         lower = max(8, int(block_size) // 8 * 8)
         problem = f"block_size must be a multiple of 8, because bits are packed into bytes; got {block_size}."
@@ -86,6 +87,7 @@ def sign(block_size: int = 1024) -> Reducer:
     return blockwise(f"sign(block_size={size})", codec)
 
 
+@calling("int8")
 def int8(block_size: int = 256) -> Reducer:
     """Average gradients as 8-bit integers with one scale per block.
 
@@ -126,7 +128,7 @@ def int8(block_size: int = 256) -> Reducer:
       Dettmers, "8-Bit Approximations for Parallelism in Deep Learning", 2016 (the linear code with a scale);
       Wang et al., "ZeRO++", 2023 (blocks, and quantised all-to-all reductions).
     """
-    check_count("int8", "block_size", block_size)
+    check_count("block_size", block_size)
     size = int(block_size)
 
     def encode(rows, valid):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, format_error
 from shardopt.core._types import PyTree, abstract, wide_dtype
 from shardopt.reducers._reducer import (
     Reducer,
@@ -55,6 +55,7 @@ class Compressor(NamedTuple):
     nbytes: Callable[[PyTree], int]
 
 
+@calling("compressor")
 def compressor(reducer: Reducer) -> Compressor:
     """Return the functions by which a single sender compresses gradients in the way of a reducer.
 
@@ -105,20 +106,22 @@ def compressor(reducer: Reducer) -> Compressor:
       Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of
       Speech DNNs", 2014 (error feedback of one sender). Each reducer lists its own references.
     """
-    check_reducer("compressor", reducer)
+    check_reducer(reducer)
     codec, name = reducer.codec, reducer.name
     if codec is None:
         fix = "use exact, int8, sign, top_k or power_sgd, alone or in error_feedback, without a warm-up."
         raise ValueError(format_error("compressor", f"{name} has no form that a single sender can write.", fix=fix))
 
+    @calling(name)
     def init(params):
-        check_leaves(name, params)
+        check_leaves(params)
         return CompressorState(
             zeros_like(abstract(params)) if codec.error_feedback else (), codec.init(abstract(params))
         )
 
+    @calling(name)
     def encode(grads, memory):
-        check_leaves(name, grads)
+        check_leaves(grads)
         leaves, treedef = jax.tree.flatten(grads)
         values, state = widen(leaves), memory.state
         if codec.correct_momentum is not None:

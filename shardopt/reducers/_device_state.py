@@ -18,7 +18,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, format_error
 from shardopt.core._types import PyTree, merge_replicas, path_text
 from shardopt.reducers._axis import AxisName, axis_names
 
@@ -45,6 +45,7 @@ class ErrorFeedback(NamedTuple):
     value: PyTree
 
 
+@calling("init_state")
 def init_state(tx: optax.GradientTransformation, params: PyTree, axis_name: AxisName, axis_size: int) -> PyTree:
     """Return `tx.init(params)` in the stored form: leaves that differ between devices are stacked to [N, ...].
 
@@ -66,8 +67,8 @@ def init_state(tx: optax.GradientTransformation, params: PyTree, axis_name: Axis
       >>> so.reducers.state_specs(state, "data").reducer.memory.value["w"] == jax.P("data")
       True
     """
-    check_count("init_state", "axis_size", axis_size)
-    names = axis_names("init_state", axis_name)
+    check_count("axis_size", axis_size)
+    names = axis_names(axis_name)
     if len(names) > 1:
         fix = "make the state for one axis; stacked leaves can be sharded over several by state_specs."
         raise ValueError(format_error("init_state", f"one axis is bound to make a state, got {names!r}.", fix=fix))
@@ -75,9 +76,10 @@ def init_state(tx: optax.GradientTransformation, params: PyTree, axis_name: Axis
     return _map(stacked_init(jnp.zeros(int(axis_size))), lambda leaf: leaf, lambda leaf: leaf[0])
 
 
+@calling("stack_state")
 def stack_state(state: PyTree, axis_size: int) -> PyTree:
     """Return the stored form of a state that is still equal on all devices: marked leaves are repeated to [N, ...]."""
-    check_count("stack_state", "axis_size", axis_size)
+    check_count("axis_size", axis_size)
 
     def repeat(leaf):
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -87,12 +89,13 @@ def stack_state(state: PyTree, axis_size: int) -> PyTree:
     return _map(state, repeat, lambda leaf: leaf)
 
 
+@calling("state_specs")
 def state_specs(state: PyTree, axis_name: AxisName) -> PyTree:
     """Return the `PartitionSpec`s of a state in the stored form.
 
     Marked leaves are sharded over the axis. All other leaves are replicated.
     """
-    names = axis_names("state_specs", axis_name)
+    names = axis_names(axis_name)
     sharded = PartitionSpec(names[0] if len(names) == 1 else names)
     return _map(state, lambda leaf: sharded, lambda leaf: PartitionSpec())
 
@@ -110,6 +113,7 @@ def stored_state(state: PyTree) -> PyTree:
     return _map(state, lambda leaf: jnp.asarray(leaf)[None], lambda leaf: leaf)
 
 
+@calling("resize_state")
 def resize_state(state: PyTree, axis_size: int) -> PyTree:
     """Return a state in the stored form for another axis size: each device gets the mean of the error memories.
 
@@ -131,7 +135,7 @@ def resize_state(state: PyTree, axis_size: int) -> PyTree:
       >>> so.reducers.resize_state(memory, axis_size=3).value["w"].tolist()
       [[2.0], [2.0], [2.0]]
     """
-    check_count("resize_state", "axis_size", axis_size)
+    check_count("axis_size", axis_size)
     nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_marked)
     if per_device_paths := [
         path_text(path) for path, node in nodes if isinstance(node, PerDevice) and jax.tree.leaves(node)

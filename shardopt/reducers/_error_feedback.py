@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, format_error
 from shardopt.core._types import PyTree, abstract
 from shardopt.reducers._axis import agreeing_cond
 from shardopt.reducers._device_state import ErrorFeedback
@@ -30,6 +30,7 @@ class ErrorFeedbackState(NamedTuple):
     inner: PyTree
 
 
+@calling("error_feedback")
 def error_feedback(reducer: Reducer) -> Reducer:
     """Add to each gradient the residual of earlier calls, and remember the residual of this call.
 
@@ -73,25 +74,26 @@ def error_feedback(reducer: Reducer) -> Reducer:
       Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019, algorithm 2;
       Tang et al., "DoubleSqueeze", 2019, for the errors of both phases.
     """
-    check_reducer("error_feedback", reducer)
+    check_reducer(reducer)
     name = f"error_feedback({reducer.name})"
     if reducer.name.startswith("error_feedback("):
         problem = f"{reducer.name} has error feedback already."
         raise ValueError(format_error("error_feedback", problem, fix="wrap a reducer once."))
 
+    @calling(name)
     def init(params):
-        check_leaves(name, params)
+        check_leaves(params)
         return ErrorFeedbackState(ErrorFeedback(zeros_like(abstract(params))), reducer.init(params))
 
-    def reduce(grads, state, axis_name):
-        mean, residual, inner = reducer.transmit(grads, state.memory.value, state.inner, axis_name)
-        return mean, keep_if_finite(mean, ErrorFeedbackState(ErrorFeedback(residual), inner), state)
-
     def transmit(grads, memory, state, axis_name):
-        raise ValueError(format_error(name, "what it does not send is in its state, there is nothing to hand on."))
+        if memory is not None:
+            raise ValueError(format_error(name, "what it does not send is in its state, there is nothing to hand on."))
+        mean, residual, inner = reducer.transmit(grads, state.memory.value, state.inner, axis_name)
+        new_state = keep_if_finite(mean, ErrorFeedbackState(ErrorFeedback(residual), inner), state)
+        return mean, zeros_like(grads), new_state
 
     codec = None if reducer.codec is None else reducer.codec._replace(error_feedback=True)
-    return Reducer(name, init, reduce, reducer.wire_bytes, transmit, codec)
+    return Reducer(name, init, reducer.wire_bytes, transmit, codec)
 
 
 class WarmUpState(NamedTuple):
@@ -106,6 +108,7 @@ class WarmUpState(NamedTuple):
     inner: PyTree
 
 
+@calling("warm_up")
 def warm_up(reducer: Reducer, steps: int) -> Reducer:
     """Send exact means in the first `steps` calls, and use another reducer afterwards.
 
@@ -145,8 +148,8 @@ def warm_up(reducer: Reducer, steps: int) -> Reducer:
       Lin et al., "Deep Gradient Compression", 2018, section 3.3, which increases the sparsity step by step; Tang et al.,
       "1-bit Adam", 2021, section 4, which begins with uncompressed Adam.
     """
-    check_reducer("warm_up", reducer)
-    check_count("warm_up", "steps", steps, minimum=0)
+    check_reducer(reducer)
+    check_count("steps", steps, minimum=0)
     if reducer.name.startswith("error_feedback("):
         problem = f"{reducer.name} has error feedback, which must see both what is sent at first and later."
         raise ValueError(format_error("warm_up", problem, fix="use error_feedback(warm_up(...)), the other way round."))
@@ -168,8 +171,4 @@ def warm_up(reducer: Reducer, steps: int) -> Reducer:
         )
         return mean, residual, WarmUpState(state.step + 1, inner)
 
-    def reduce(grads, state, axis_name):
-        mean, _, state = transmit(grads, None, state, axis_name)
-        return mean, state
-
-    return Reducer(f"warm_up({reducer.name}, steps={steps})", init, reduce, reducer.wire_bytes, transmit)
+    return Reducer(f"warm_up({reducer.name}, steps={steps})", init, reducer.wire_bytes, transmit)

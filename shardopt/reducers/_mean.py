@@ -24,7 +24,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from shardopt.collectives._buckets import Bucket, plan_buckets
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, format_error
 from shardopt.core._types import wide_dtype
 from shardopt.reducers._axis import AxisName, all_gather_packed, all_reduce_padded, all_to_all_packed
 from shardopt.reducers._axis import axis_size as size_of
@@ -105,6 +105,7 @@ def _checked_dtype(dtype: DTypeLike) -> np.dtype:
     return wire_dtype
 
 
+@calling("mean_of")
 def mean_of(
     values: Sequence[jax.Array], dtypes: Sequence[np.dtype], axis_name: AxisName
 ) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -119,7 +120,7 @@ def mean_of(
       dtypes: the dtype on the wire of each array.
       axis_name: the axis.
     """
-    num_devices = size_of("mean_of", axis_name)
+    num_devices = size_of(axis_name)
 
     def average(flat, key):
         value_dtype, wire_dtype = key
@@ -202,12 +203,13 @@ class Codec(NamedTuple):
     nbytes: Callable[[int, np.dtype], int]
 
 
+@calling("two_phase_mean")
 def two_phase_mean(flat: jax.Array, codec: Codec, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
     """Return the mean of flat arrays [n] over an axis, and this device's residual.
 
     The mean has the same bits on all devices.
     """
-    num_devices, n, dtype = size_of("two_phase_mean", axis_name), flat.size, flat.dtype
+    num_devices, n, dtype = size_of(axis_name), flat.size, flat.dtype
     length = _chunk_length(n, num_devices, codec)
     rows = jnp.pad(flat, (0, num_devices * length - n)).reshape(num_devices, length)
     num_valid = jnp.asarray(np.clip(n - np.arange(num_devices) * length, 0, length), jnp.int32)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardopt.core._arguments import check_count, check_is_number
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, format_error
 from shardopt.core._types import PyTree, leaves_with_paths, wide_dtype
 from shardopt.reducers._axis import AxisName
 from shardopt.reducers._error_feedback import warm_up
@@ -43,6 +43,7 @@ class Matrices(NamedTuple):
     rank: int
 
 
+@calling("power_sgd")
 def power_sgd(
     rank: int = 4, *, start_step: int = 0, min_ratio: float = 2.0, stacked: str = STACKED, seed: int = 0
 ) -> Reducer:
@@ -94,9 +95,9 @@ def power_sgd(
     References:
       Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", 2019, algorithm 1.
     """
-    check_count("power_sgd", "rank", rank)
-    check_is_number("power_sgd", "min_ratio", min_ratio)
-    check_count("power_sgd", "start_step", start_step, minimum=0)
+    check_count("rank", rank)
+    check_is_number("min_ratio", min_ratio)
+    check_count("start_step", start_step, minimum=0)
     if min_ratio < 0:
         raise ValueError(format_error("power_sgd", f"min_ratio must not be negative, got {min_ratio}."))
     stacked_pattern = _compile_pattern(stacked)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import format_error, plural
+from shardopt.core._errors import calling, error_text, plural
 from shardopt.core._types import PyTree, abstract, is_array_like, leaves_with_paths, wide_dtype
 from shardopt.reducers._axis import AxisName, axis_size, check_not_summed
 
@@ -40,30 +40,36 @@ class MessageCodec(NamedTuple):
 class Reducer(NamedTuple):
     """Pure functions that average gradients over an axis, and that count the bytes sent.
 
-    `reduce` runs where the axis is bound: in `jax.shard_map` (manual over this axis), `jax.pmap` or
+    `reduce` and `transmit` run where the axis is bound: in `jax.shard_map` (manual over this axis), `jax.pmap` or
     `jax.vmap(axis_name=...)`. All three give the same result. Leaves must be floating or complex, else an error is raised.
 
     Attributes:
       name: the call that makes the reducer, such as "int8(block_size=256)".
       init: `init(params) -> state`. It reads only shapes and dtypes, so `params` may be abstract. State that differs
         between devices is marked as `PerDevice` or `ErrorFeedback`; see `shardopt.reducers._device_state`.
-      reduce: `reduce(grads, state, axis_name) -> (mean, state)`. The mean over the axis of each device's gradients has
-        their dtypes, and is the same on all devices bit for bit. `axis_name` is a string or a tuple of strings.
       wire_bytes: `wire_bytes(abstract_params, axis_size) -> int`: the bytes that each device sends in a call, counted as
         `so.audit` does (ring collectives). The calls of a warm-up are not counted.
-      transmit: `transmit(grads, memory, state, axis_name) -> (mean, residual, state)`. As `reduce`, but this device's
-        `memory` (a tree like the gradients, or None) is added before anything is sent. The next call must add
-        `residual`, so that nothing is lost: N mean + sum of residuals over devices = sum of (grads + memory).
+      transmit: `transmit(grads, memory, state, axis_name) -> (mean, residual, state)`. The mean is the mean of `reduce`,
+        but this device's `memory` (a tree like the gradients, or None) is added before anything is sent. The next call
+        must add `residual`, so that nothing is lost: N mean + sum of residuals over devices = sum of (grads + memory).
       codec: the functions by which a single sender writes its gradients, for `so.reducers.compressor`; None for a
         reducer that a single sender cannot use.
     """
 
     name: str
     init: Callable[[PyTree], PyTree]
-    reduce: Callable[[PyTree, PyTree, AxisName], tuple[PyTree, PyTree]]
     wire_bytes: Callable[[PyTree, int], int]
     transmit: Callable[[PyTree, PyTree, PyTree, AxisName], tuple[PyTree, PyTree, PyTree]]
     codec: MessageCodec | None = None
+
+    def reduce(self, grads: PyTree, state: PyTree, axis_name: AxisName) -> tuple[PyTree, PyTree]:
+        """Return the mean over the axis of each device's gradients, and the new state.
+
+        The mean has the dtypes of the gradients, and is the same on all devices bit for bit. `axis_name` is a string or a
+        tuple of strings.
+        """
+        mean, _, state = self.transmit(grads, None, state, axis_name)
+        return mean, state
 
 
 def make_reducer(
@@ -88,16 +94,17 @@ def make_reducer(
     """
     codec = None if codec is None else codec._replace(init=init, correct_momentum=correct_momentum)
 
+    @calling(name)
     def transmit(grads, memory, state, axis_name):
-        check_leaves(name, grads)
-        axis_size(name, axis_name)
+        check_leaves(grads)
+        axis_size(axis_name)
         leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, grads))
-        check_not_summed(name, axis_name, [path for path, _ in leaves_with_paths(grads)], leaves)
+        check_not_summed(axis_name, [path for path, _ in leaves_with_paths(grads)], leaves)
         values, old_state = widen(leaves), state
         if correct_momentum is not None:
             values, state = correct_momentum(values, state)
         if memory is not None:
-            check_alike(name, "the memory", grads, memory)
+            check_alike("the memory", grads, memory)
             values = [value + residual for value, residual in zip(values, widen(jax.tree.leaves(memory)), strict=True)]
         means, residuals, new_state = send(values, [real_dtype(leaf.dtype) for leaf in leaves], state, axis_name)
         mean = narrow(means, [leaf.dtype for leaf in leaves])
@@ -108,20 +115,18 @@ def make_reducer(
         narrow_residuals = narrow(residuals, [wide_dtype(leaf.dtype) for leaf in leaves])
         return treedef.unflatten(mean), treedef.unflatten(narrow_residuals), keep_if_finite(mean, new_state, old_state)
 
-    def reduce(grads, state, axis_name):
-        mean, _, state = transmit(grads, None, state, axis_name)
-        return mean, state
-
+    @calling(name)
     def checked_init(params):
-        check_leaves(name, params)
+        check_leaves(params)
         return init(abstract(params))
 
+    @calling(name)
     def wire_bytes(abstract_params, axis_size):
-        check_count(name, "axis_size", axis_size)
-        check_leaves(name, abstract_params)
+        check_count("axis_size", axis_size)
+        check_leaves(abstract_params)
         return count_bytes(abstract(abstract_params), int(axis_size))
 
-    return Reducer(name, checked_init, reduce, wire_bytes, transmit, codec)
+    return Reducer(name, checked_init, wire_bytes, transmit, codec)
 
 
 def keep_if_finite(mean: PyTree, new_state: PyTree, old_state: PyTree) -> PyTree:
@@ -136,12 +141,12 @@ def keep_if_finite(mean: PyTree, new_state: PyTree, old_state: PyTree) -> PyTree
     return jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), new_state, old_state)
 
 
-def check_reducer(caller: str, reducer: object) -> None:
+def check_reducer(reducer: object) -> None:
     """Raise TypeError if this is not a `Reducer`."""
     if not isinstance(reducer, Reducer):
         type_name = getattr(reducer, "__name__", type(reducer).__name__)
         fix = "pass one such as so.reducers.int8(), called."
-        raise TypeError(format_error(caller, f"reducer must be a Reducer, got {type_name}.", fix=fix))
+        raise TypeError(error_text(f"reducer must be a Reducer, got {type_name}.", fix=fix))
 
 
 def grouped(reducer: Reducer, keys: Sequence[Hashable], paths: Sequence[str]) -> Reducer:
@@ -179,35 +184,25 @@ def grouped(reducer: Reducer, keys: Sequence[Hashable], paths: Sequence[str]) ->
     def init(params):
         return tuple(reducer.init(group) for group in split_by_group(params))
 
-    def reduce(grads, state, axis_name):
-        results = [
-            reducer.reduce(group, group_state, axis_name)
-            for group, group_state in zip(split_by_group(grads), state, strict=True)
-        ]
-        return merge_groups([mean for mean, _ in results]), tuple(group_state for _, group_state in results)
-
     def transmit(grads, memory, state, axis_name):
         memories = [None] * len(indices_by_key) if memory is None else split_by_group(memory)
-        group_args = zip(split_by_group(grads), memories, state, strict=True)
-        means, residuals, states = [], [], []
-        for mean, residual, new_state in (
-            reducer.transmit(group, group_memory, old_state, axis_name) for group, group_memory, old_state in group_args
-        ):
-            means.append(mean)
-            residuals.append(residual)
-            states.append(new_state)
-        return merge_groups(means), merge_groups(residuals), tuple(states)
+        results = [
+            reducer.transmit(group, group_memory, group_state, axis_name)
+            for group, group_memory, group_state in zip(split_by_group(grads), memories, state, strict=True)
+        ]
+        means, residuals, states = zip(*results, strict=True) if results else ((), (), ())
+        return merge_groups(means), merge_groups(residuals), states
 
     def wire_bytes(abstract_params, axis_size):
         return sum(reducer.wire_bytes(group, axis_size) for group in split_by_group(abstract_params))
 
-    return Reducer(reducer.name, init, reduce, wire_bytes, transmit)
+    return Reducer(reducer.name, init, wire_bytes, transmit)
 
 
 # From gradient trees to lists of real arrays that are wide enough to be summed, and back.
 
 
-def check_leaves(caller: str, tree: PyTree) -> None:
+def check_leaves(tree: PyTree) -> None:
     """Raise TypeError if a leaf is not a floating or complex array: only these have a mean."""
     wrong = [
         f"{path or 'the tree itself'}: {leaf.dtype if is_array_like(leaf) else type(leaf).__name__}"
@@ -216,20 +211,19 @@ def check_leaves(caller: str, tree: PyTree) -> None:
     ]
     if wrong:
         problem = f"{plural(len(wrong), 'leaf')} cannot be reduced: a mean needs floating or complex arrays."
-        raise TypeError(format_error(caller, problem, wrong, "leave such leaves out, for instance with optax.masked."))
+        raise TypeError(error_text(problem, wrong, "leave such leaves out, for instance with optax.masked."))
 
 
-def check_alike(caller: str, reference_name: str, tree: PyTree, reference: PyTree) -> None:
+def check_alike(reference_name: str, tree: PyTree, reference: PyTree) -> None:
     """Raise ValueError if a tree of gradients does not have the structure and shapes of the reference tree.
 
     Args:
-      caller: the caller, for the message.
       reference_name: the name of the reference tree, for the message.
       tree: the gradients.
       reference: the tree that they must be like.
     """
     if jax.tree.structure(tree) != jax.tree.structure(reference):
-        raise ValueError(format_error(caller, f"the gradients have another tree structure than {reference_name}."))
+        raise ValueError(error_text(f"the gradients have another tree structure than {reference_name}."))
     pairs = zip(leaves_with_paths(tree), jax.tree.leaves(reference), strict=True)
     wrong = [
         f"{path}: {leaf.shape}, was {reference_leaf.shape}"
@@ -241,7 +235,7 @@ def check_alike(caller: str, reference_name: str, tree: PyTree, reference: PyTre
             f"{plural(len(wrong), 'gradient leaf')} {'has' if len(wrong) == 1 else 'have'} "
             f"another shape than {reference_name}."
         )
-        raise ValueError(format_error(caller, problem, wrong))
+        raise ValueError(error_text(problem, wrong))
 
 
 def zeros_like(tree: PyTree) -> PyTree:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from shardopt.core._arguments import check_is_number
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, format_error
 from shardopt.reducers._axis import AxisName, all_gather_packed
 from shardopt.reducers._axis import axis_size as size_of
 from shardopt.reducers._device_state import ErrorFeedback
@@ -35,6 +35,7 @@ class TopKState(NamedTuple):
     velocity: ErrorFeedback
 
 
+@calling("top_k")
 def top_k(density: float = 0.01, *, momentum: float = 0.0) -> Reducer:
     """Average the largest entries of each device's gradients; all other entries count as zero.
 
@@ -76,8 +77,8 @@ def top_k(density: float = 0.01, *, momentum: float = 0.0) -> Reducer:
     References:
       Lin et al., "Deep Gradient Compression", 2018, section 3.1 (momentum correction) and 3.2 (factor masking).
     """
-    check_is_number("top_k", "density", density)
-    check_is_number("top_k", "momentum", momentum)
+    check_is_number("density", density)
+    check_is_number("momentum", momentum)
     if not 0 < density <= 1:
         fix = "use 1 to send everything, 0.01 to send one entry in a hundred."
         raise ValueError(format_error("top_k", f"density must be above 0 and at most 1, got {density}.", fix=fix))
@@ -154,12 +155,13 @@ def _largest_indices(flat: jax.Array, density: float) -> jax.Array:
     return jax.lax.top_k(magnitude, num_sent(flat.size, density))[1]
 
 
+@calling("top_k")
 def _mean_of_entries(
     values: Values, sent_indices: list[jax.Array], dtypes: Dtypes, axis_name: AxisName
 ) -> tuple[Values, Values]:
     """Return the means, and the entries that this device sent of each value, rounded as on the wire."""
     nonempty = [i for i, indices in enumerate(sent_indices) if indices.size]
-    num_devices = size_of("top_k", axis_name)
+    num_devices = size_of(axis_name)
     wire_entries = [values[i].reshape(-1)[sent_indices[i]].astype(dtypes[i]) for i in nonempty]
     wire_indices = [sent_indices[i].astype(jnp.uint32) for i in nonempty]
     received = all_gather_packed([array[None] for array in [*wire_indices, *wire_entries]], axis_name)

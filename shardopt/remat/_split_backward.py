@@ -9,9 +9,10 @@ import jax.core
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from shardopt.core._jaxprs import CHECKPOINTS
-from shardopt.core._primitives import ARITHMETIC
-from shardopt.core._trace import (
+from shardopt.core._types import abstract
+from shardopt.remat._transposed_products import without_transposes
+from shardopt.trace._jaxprs import CHECKPOINTS
+from shardopt.trace._parts import (
     MOST,
     Arrays,
     Atom,
@@ -21,12 +22,12 @@ from shardopt.core._trace import (
     inputs_of,
     min_cut,
     part_of,
+    reached_from,
     shape_of,
     slice_of,
     trace_of,
 )
-from shardopt.core._types import abstract
-from shardopt.remat._transposed_products import without_transposes
+from shardopt.trace._primitives import ARITHMETIC
 
 Shapes = Sequence[jax.Array | jax.ShapeDtypeStruct]
 T = TypeVar("T")
@@ -138,8 +139,8 @@ def _cut(closed: jex.ClosedJaxpr, num_arguments: int, num_x: int, num_trained: i
     x, dy = inputs[:num_x], inputs[num_x:]
     y, dx = jaxpr.outvars[:num_x], jaxpr.outvars[num_x : num_x + len(dy)]
     dw = jaxpr.outvars[len(jaxpr.outvars) - num_trained :]
-    recomputable = _reached(jaxpr, [*jaxpr.constvars, *arguments], every=True)
-    depends_on_dy = _reached(jaxpr, dy, every=False)
+    recomputable = reached_from(jaxpr, [*jaxpr.constvars, *arguments], every=True)
+    depends_on_dy = reached_from(jaxpr, dy, every=False)
     residuals = _residuals(trace, x, recomputable, depends_on_dy, [*dx, *dw])
     # An equation with an effect runs once, in the first pass that has its inputs.
     effects = {i for i, eqn in enumerate(jaxpr.eqns) if eqn.effects}
@@ -210,16 +211,6 @@ def _split_checkpoint(eqn: jex.JaxprEqn, groups: Sequence[Sequence[jex.Var]]) ->
             )
         )
     return parts
-
-
-def _reached(jaxpr: jex.Jaxpr, start: Iterable[jex.Var], *, every: bool) -> set[jex.Var]:
-    """Return the variables that are computed from `start`: from `start` alone if `every`, else from any part of it."""
-    reached = set(start)
-    for eqn in jaxpr.eqns:
-        inputs = inputs_of(eqn)
-        if inputs <= reached if every else inputs & reached:
-            reached |= set(eqn.outvars)
-    return reached
 
 
 def _split(values: Arrays, index: int) -> tuple[Arrays, Arrays]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import jax.extend.core as jex
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardopt.core._jaxprs import CHECKPOINTS
-from shardopt.core._trace import shape_of
+from shardopt.trace._jaxprs import CHECKPOINTS
+from shardopt.trace._parts import shape_of
 
 
 def without_transposes(jaxpr: jex.Jaxpr) -> jex.Jaxpr:

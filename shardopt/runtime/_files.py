@@ -87,9 +87,8 @@ def acquire_lock(
         assert lock.descriptor is not None
         try:
             _flock(lock.descriptor, caller, directory)
-            if not holds_lock(
-                lock
-            ):  # somebody deleted the file between open and flock, so the locked file is another one
+            if not holds_lock(lock):
+                # somebody deleted the file between open and flock, so the locked file is another one
                 release_lock(lock)
                 continue
             holder = {"host": socket.gethostname(), "pid": lock.pid, "since": time.strftime("%Y-%m-%d %H:%M:%S")}

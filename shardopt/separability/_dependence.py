@@ -1,15 +1,18 @@
 """Finds which leaves the results of a trace follow from, and the first operation that uses each leaf."""
 
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from shardopt.core._jaxprs import called, scan_carry
+from shardopt.trace._jaxprs import COLLECTIVES
+from shardopt.trace._marks import has_mark
+from shardopt.trace._walk import Equations, Walk, scan_parts, while_parts
 
-EXPERTS = "shardopt_experts"
-"""Prefix of the names of jitted functions that combine the experts of all devices, so that their results are complete."""
+LOOP = -1
+"""Stands among the leaves for a `while` loop whose number of turns follows from leaves."""
 
 UsedLeaves = Mapping[int, JaxprEqn | None]
 """Leaf -> the first operation that computes with it; None if only calls and loops have passed the leaf on."""
@@ -19,58 +22,76 @@ def leaves_used(
     jaxpr: Jaxpr | ClosedJaxpr,
     arguments: Sequence[UsedLeaves],
     *,
-    except_through: str = "",
+    except_through: str | None = None,
     differentiated: bool = False,
+    mark_loops: bool = False,
 ) -> list[UsedLeaves]:
     """Return which leaves each result of a trace follows from.
 
     Args:
       jaxpr: the trace.
       arguments: the leaves that each argument follows from: `{i: None}` for leaf i, `{}` for any other argument.
-      except_through: prefix of names of jitted functions. The results of such a function count as following from no leaf. "" for none.
+      except_through: kind of marked functions. The results of such a function count as following from no leaf.
       differentiated: whether only differentiable uses count. Then integers and results of `stop_gradient` follow from no leaf.
+      mark_loops: whether results of a `while` loop follow from `LOOP` too, if its condition follows from a leaf. Then results of
+        collectives count as following from no leaf.
     """
-    opened = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
-    used_by: dict[Any, UsedLeaves] = dict(zip(opened.invars, arguments, strict=True))
-    read = lambda atom: {} if isinstance(atom, Literal) else used_by.get(atom, {})  # noqa: E731
-    for eqn in opened.eqns:
-        operands = [read(atom) for atom in eqn.invars]
-        if not any(operands) or (except_through and str(eqn.params.get("name")).startswith(except_through)):
-            continue
-        if differentiated and eqn.primitive.name == "stop_gradient":
-            continue
-        options = {"except_through": except_through, "differentiated": differentiated}
-        results = _results(eqn, operands, options)
-        for var, used in zip(eqn.outvars, results, strict=True):
-            used_by[var] = (
-                {} if differentiated and not jnp.issubdtype(getattr(var.aval, "dtype", bool), jnp.inexact) else used
-            )
-    return [read(atom) for atom in opened.outvars]
+    no_leaf = lambda _: {}  # noqa: E731
+    rule = functools.partial(_results, _CountedUses(except_through, differentiated, mark_loops))
+    join = lambda a, b: _union([a, b])  # noqa: E731
+    same = lambda a, b: a.keys() == b.keys()  # noqa: E731
+    return Walk[UsedLeaves](rule, no_leaf, no_leaf, {}, join, same).follow([jaxpr], arguments)
 
 
-def _results(eqn: JaxprEqn, operands: list[UsedLeaves], options: dict[str, Any]) -> list[UsedLeaves]:
-    name, inner = eqn.primitive.name, called(eqn)
+class _CountedUses(NamedTuple):
+    """The uses that count, see `leaves_used`."""
+
+    except_through: str | None
+    differentiated: bool
+    mark_loops: bool
+
+    def end_at(self, eqn: JaxprEqn) -> bool:
+        """Return whether the results of an equation count as following from no leaf."""
+        if self.differentiated and eqn.primitive.name == "stop_gradient":
+            return True
+        return has_mark(eqn, self.except_through) or (self.mark_loops and eqn.primitive.name in COLLECTIVES)
+
+
+def _results(
+    uses: _CountedUses, walk: Walk[UsedLeaves], eqns: Equations, operands: list[UsedLeaves]
+) -> list[UsedLeaves]:
+    (eqn,) = eqns
+    if not any(operands) or uses.end_at(eqn):
+        return [{}] * len(eqn.outvars)
+    results = _followed(uses, walk, eqn, operands)
+    if uses.differentiated:
+        has_gradient = [jnp.issubdtype(getattr(var.aval, "dtype", bool), jnp.inexact) for var in eqn.outvars]
+        results = [used if inexact else {} for used, inexact in zip(results, has_gradient, strict=True)]
+    return results
+
+
+def _followed(
+    uses: _CountedUses, walk: Walk[UsedLeaves], eqn: JaxprEqn, operands: list[UsedLeaves]
+) -> list[UsedLeaves]:
+    name = eqn.primitive.name
     if name == "scan":
-        return _scan(eqn, inner[0], operands, options)
+        carry, stacked = walk.loop([eqn.params["jaxpr"]], *scan_parts(eqn, operands))
+        return [*carry, *stacked]
+    if name == "while":
+        condition_consts, body_consts, start = while_parts(eqn, operands)
+        carry = walk.loop([eqn.params["body_jaxpr"]], body_consts, start)[0]
+        if uses.differentiated:  # the number of turns has no gradient
+            return carry
+        (condition,) = walk.follow([eqn.params["cond_jaxpr"]], [*condition_consts, *carry])
+        if uses.mark_loops and condition:
+            condition = {LOOP: eqn, **condition}
+        return [_union([result, condition]) for result in carry]
     if name == "cond":
-        branches = [leaves_used(branch, operands[1:], **options) for branch in inner]
-        return [_union([operands[0], *results]) for results in zip(*branches, strict=True)]
-    if len(inner) == 1 and len(inner[0].invars) == len(operands):
-        return leaves_used(inner[0], operands, **options)
+        return [_union([operands[0], result]) for result in walk.branches((eqn,), operands[1:])]
+    if (results := walk.call((eqn,), operands)) is not None:
+        return results
     first_uses = {leaf: eqn if use is None else use for leaf, use in _union(operands).items()}
     return [first_uses] * len(eqn.outvars)
-
-
-def _scan(eqn: JaxprEqn, body: Jaxpr, operands: list[UsedLeaves], options: dict[str, Any]) -> list[UsedLeaves]:
-    """Follow the body of a scan until another turn adds no leaf to its carry."""
-    num_carry, first = scan_carry(eqn, body)
-    consts, carry, scanned = operands[:first], operands[first : first + num_carry], operands[first + num_carry :]
-    while True:
-        results = leaves_used(body, [*consts, *carry, *scanned], **options)
-        after = [_union(pair) for pair in zip(carry, results[:num_carry], strict=True)]
-        if all(set(before) == set(later) for before, later in zip(carry, after, strict=True)):
-            return after + results[num_carry:]
-        carry = after
 
 
 def _union(operands: Sequence[UsedLeaves]) -> UsedLeaves:

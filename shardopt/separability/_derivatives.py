@@ -54,15 +54,12 @@ def follow_jvp(proof: Proof, site: Site, relations: list[Relation], results: lis
     if rule_relations is None:
         return unknown_results(site, results, "backward")
     rule_results, rule_tangents = rule_relations[: len(results)], rule_relations[len(results) :]
-    wrong = any(
-        not _agree(site, rule_relation, relation) for rule_relation, relation in zip(rule_results, results, strict=True)
-    )
     expected = [results[i] for i in _floating(site.whole_eqn.outvars)]
-    wrong |= any(
-        not is_zero(rule_relation) and not _agree(site, rule_relation, relation)
+    agree = _all_agree(site, rule_results, results) and all(
+        is_zero(rule_relation) or _agree(site, rule_relation, relation)
         for rule_relation, relation in zip(rule_tangents, expected, strict=True)
     )
-    return _results_unless(site, results, wrong)
+    return results if agree else unknown_results(site, results, "backward")
 
 
 def follow_vjp(proof: Proof, site: Site, relations: list[Relation], results: list[Relation]) -> list[Relation]:
@@ -111,20 +108,13 @@ def follow_vjp(proof: Proof, site: Site, relations: list[Relation], results: lis
     if rule_relations is None:
         return unknown_results(site, results, "backward")
     rule_results, rule_cotangents = rule_relations[: len(results)], rule_relations[len(results) :]
-    wrong = any(
-        not _agree(site, rule_relation, relation) for rule_relation, relation in zip(rule_results, results, strict=True)
-    )
+    agree = _all_agree(site, rule_results, results)
     for i, rule_relation, expected_relation in zip(differentiated, rule_cotangents, expected, strict=True):
-        if isinstance(relations[i], Known) or is_zero(
-            rule_relation
-        ):  # a known number has no gradient, and 0 has every relation
+        # a known number has no gradient, and 0 has every relation
+        if isinstance(relations[i], Known) or is_zero(rule_relation):
             continue
-        wrong |= expected_relation is None or not _agree(site, rule_relation, expected_relation)
-    return _results_unless(site, results, wrong)
-
-
-def _results_unless(site: Site, results: list[Relation], wrong: bool) -> list[Relation]:
-    return unknown_results(site, results, "backward") if wrong else results
+        agree &= expected_relation is not None and _agree(site, rule_relation, expected_relation)
+    return results if agree else unknown_results(site, results, "backward")
 
 
 def _derivative_relation(site: Site, relation: Relation, shapes: Shapes) -> Relation | None:
@@ -136,6 +126,11 @@ def _derivative_relation(site: Site, relation: Relation, shapes: Shapes) -> Rela
     if isinstance(relation, Total) and not differing_dims(shapes):
         return Same(SCALE / relation.ratio)
     return None
+
+
+def _all_agree(site: Site, rule_results: Sequence[Relation], results: Sequence[Relation]) -> bool:
+    """Return whether the results of a rule have the relations of the results of its function."""
+    return all(_agree(site, *pair) for pair in zip(rule_results, results, strict=True))
 
 
 def _agree(site: Site, a: Relation, b: Relation) -> bool:
@@ -167,9 +162,8 @@ def _follow_rule(
     if key not in proof.rule_traces:
         try:
             proof.rule_traces[key] = trace(site.whole_eqn), trace(site.piece_eqn)
-        except (
-            Exception
-        ):  # a rule that works only inside the loss: it closes over tracers of the loss, or names mesh axes
+        except Exception:
+            # a rule that works only inside the loss: it closes over tracers of the loss, or names mesh axes
             proof.rule_traces[key] = None
     if proof.rule_traces[key] is None:
         return None

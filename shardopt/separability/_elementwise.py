@@ -6,7 +6,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.core._primitives import IDENTITIES
 from shardopt.separability._numbers import relation_of_numbers
 from shardopt.separability._relations import (
     Columns,
@@ -23,6 +22,7 @@ from shardopt.separability._relations import (
     is_exactly_same,
     sizes_of_dim,
 )
+from shardopt.trace._primitives import IDENTITIES
 
 LINEAR = IDENTITIES | {"neg", "real", "imag", "conj", "reduce_precision", "convert_element_type"}
 """f(r a) = r f(a), and f(a + b) = f(a) + f(b)."""
@@ -75,13 +75,8 @@ def is_zero(relation: Relation) -> bool:
 
 def not_linear(site: Site, relation: Relation) -> Unknown:
     """Return `Unknown` for an equation that cannot take a total or an extreme."""
-    op = (
-        relation.total.op
-        if isinstance(relation, Shifted)
-        else relation.op
-        if isinstance(relation, Total | Extreme)
-        else None
-    )
+    relation = relation.total if isinstance(relation, Shifted) else relation
+    op = relation.op if isinstance(relation, Total | Extreme) else None
     return Unknown("mixes", op or site.op, site.op)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
-from shardopt.core._jaxprs import scan_carry
 from shardopt.separability._elementwise import first_unknown, is_zero, resolve_numbers, unify, unknown_results
 from shardopt.separability._proof import Proof, open_jaxpr
 from shardopt.separability._relations import (
@@ -25,6 +24,8 @@ from shardopt.separability._relations import (
     Unknown,
     is_exactly_same,
 )
+from shardopt.trace._parts import reached_from
+from shardopt.trace._walk import scan_parts, while_parts
 
 MAX_ROUNDS = 8
 """The number of rounds after which the search for relations that hold before every turn gives up."""
@@ -33,18 +34,14 @@ MAX_ROUNDS = 8
 def scan(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
     """Follow a scan that has equally many turns in both traces, or that takes one row a turn."""
     bodies = site.both_params("jaxpr")
-    num_carry, num_consts = scan_carry(site.whole_eqn, open_jaxpr(bodies[0]))
     num_turns = site.both_params("length")
     if site.params["reverse"] != site.piece_eqn.params["reverse"]:
         return [site.unknown("traces")] * site.num_results
     if num_turns[0] != num_turns[1]:
-        return _scan_over_rows(proof, site, relations, num_carry, num_consts)
-    consts, carry, scanned = (
-        relations[:num_consts],
-        relations[num_consts : num_consts + num_carry],
-        relations[num_consts + num_carry :],
-    )
-    turn_operands = [_operand_of_turn(site, relation, num_consts + num_carry + i) for i, relation in enumerate(scanned)]
+        return _scan_over_rows(proof, site, relations)
+    consts, carry, scanned = scan_parts(site.whole_eqn, relations)
+    first_scanned = len(consts) + len(carry)
+    turn_operands = [_operand_of_turn(site, relation, first_scanned + i) for i, relation in enumerate(scanned)]
     carry, turn_results = _fixed_point(proof, site, bodies, consts, carry, turn_operands)
     return [*carry, *[_stack_turns(site, relation) for relation in turn_results]]
 
@@ -71,9 +68,9 @@ def _fixed_point(
     proof: Proof,
     site: Site,
     bodies: Sequence[Any],
-    consts: list[Relation],
-    carry: list[Relation],
-    turn_operands: list[Relation],
+    consts: Sequence[Relation],
+    carry: Sequence[Relation],
+    turn_operands: Sequence[Relation],
 ) -> tuple[list[Relation], list[Relation]]:
     """Return the relations of the carry that hold before every turn, and the relations of the other results of a turn.
 
@@ -109,12 +106,7 @@ def _common_relation(site: Site, before: Relation, after: Relation) -> Relation:
 
 def while_loop(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
     """Follow a loop whose condition is the same in the whole trace and in every piece, so that it has equally many turns."""
-    num_cond_consts, num_body_consts = site.params["cond_nconsts"], site.params["body_nconsts"]
-    cond_consts, body_consts, start = (
-        relations[:num_cond_consts],
-        relations[num_cond_consts : num_cond_consts + num_body_consts],
-        relations[num_cond_consts + num_body_consts :],
-    )
+    cond_consts, body_consts, start = while_parts(site.whole_eqn, relations)
     carry, _ = _fixed_point(proof, site, site.both_params("body_jaxpr"), body_consts, start, [])
     (condition,) = proof.relate(site, *site.both_params("cond_jaxpr"), [*cond_consts, *carry])
     if is_exactly_same(condition) or (isinstance(condition, Known) and condition.same_numbers):
@@ -161,9 +153,7 @@ def _raises(branch: Any) -> bool:
 ADDING = frozenset(["add", "add_any", "sub", "scatter-add", "scatter_add"])
 
 
-def _scan_over_rows(
-    proof: Proof, site: Site, relations: list[Relation], num_carry: int, num_consts: int
-) -> list[Relation]:
+def _scan_over_rows(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
     """Follow a scan that takes one row a turn, and has as many turns as there are rows.
 
     Every turn must do the same in the whole trace as in a piece.
@@ -172,11 +162,8 @@ def _scan_over_rows(
     - A carry is a sum over rows if it begins at 0, and each turn adds a term of its row to it.
     """
     bodies = site.both_params("jaxpr")
-    consts, start, scanned = (
-        relations[:num_consts],
-        relations[num_consts : num_consts + num_carry],
-        relations[num_consts + num_carry :],
-    )
+    consts, start, scanned = scan_parts(site.whole_eqn, relations)
+    num_consts, num_carry = len(consts), len(start)
     unknown = first_unknown([*consts, *scanned]) or site.unknown("loop")
     const_relations = [resolve_numbers(OperandSite(site, i), [relation])[0] for i, relation in enumerate(consts)]
     row_relations = [
@@ -198,7 +185,7 @@ def _scan_over_rows(
         for var, out, relation in zip(carry_vars, body.outvars, start_relations, strict=False)
         if var is not out or relation != Same()
     }
-    turn_dependent = _variables_following_from(body, changing_vars)
+    turn_dependent = reached_from(body, changing_vars, every=False)
     results: list[Relation] = []
     for relation, var, out, terms in zip(start, carry_vars, body.outvars, added_terms, strict=False):
         if var is out:
@@ -253,12 +240,3 @@ def _terms_added_to_carry(body: Jaxpr, var: Any, out: Any) -> set[Any] | None:
     ):
         return None
     return {atom for i, atom in enumerate(eqn.invars) if i != positions[0] and not isinstance(atom, Literal)}
-
-
-def _variables_following_from(body: Jaxpr, variables: set[Any]) -> set[Any]:
-    """Return all variables of a jaxpr that follow from some of its variables, including these."""
-    following = set(variables)
-    for eqn in body.eqns:
-        if any(not isinstance(atom, Literal) and atom in following for atom in eqn.invars):
-            following.update(eqn.outvars)
-    return following

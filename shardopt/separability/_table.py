@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shardopt.core._primitives import ARITHMETIC, DECOMPOSITIONS, IDENTITIES, SPECIAL
 from shardopt.separability import _lookups as lookups
 from shardopt.separability import _moves as moves
 from shardopt.separability import _reductions as reductions
@@ -32,6 +31,7 @@ from shardopt.separability._relations import (
     differing_dims,
     growth,
 )
+from shardopt.trace._primitives import ARITHMETIC, DECOMPOSITIONS, IDENTITIES, SPECIAL
 
 
 class Rule(NamedTuple):

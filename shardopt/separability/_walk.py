@@ -8,7 +8,6 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from shardopt.core._jaxprs import CHECKPOINTS
 from shardopt.separability import _derivatives as derivatives
 from shardopt.separability import _loops as loops
 from shardopt.separability._elementwise import first_unknown, resolve_numbers, unify, unknown_results
@@ -28,9 +27,8 @@ from shardopt.separability._relations import (
 )
 from shardopt.separability._single_rows import batched_product
 from shardopt.separability._table import apply_rule, equal_params
-
-POSITIONS, ATTENTION = "shardopt_positions", "shardopt_attention"
-"""Names of the jitted functions of `so.nn` that know the positions of a piece in its sequence, and combine all positions."""
+from shardopt.trace._jaxprs import CHECKPOINTS, COLLECTIVES, SUMS
+from shardopt.trace._marks import ATTENTION, POSITIONS, has_mark
 
 CALLS = frozenset(["pjit", "jit", "closed_call", "core_call", "remat", "named_call", "custom_lin", *CHECKPOINTS])
 CUSTOM = frozenset(["custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"])
@@ -186,11 +184,10 @@ def _function_param(site: Site) -> str | None:
 
 
 def _call(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
-    """Follow the function that an equation calls. A few functions have rules, which are found by the function's name."""
-    name = site.params.get("name")
-    if proof.positions and name == POSITIONS:
+    """Follow the function that an equation calls. A few functions have rules of their own."""
+    if proof.positions and has_mark(site.whole_eqn, POSITIONS):
         return [Split(0)]
-    if proof.positions and name == ATTENTION:
+    if proof.positions and has_mark(site.whole_eqn, ATTENTION):
         return [_attention(site, relations)]
     key = _function_param(site)
     if key is None or len(open_jaxpr(site.params[key]).invars) != len(relations):
@@ -198,7 +195,7 @@ def _call(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]
     try:
         return proof.relate(site, *site.both_params(key), relations)
     except DifferentTracesError:
-        if name == "take_along_axis" and _written_by_jax(site):
+        if site.params.get("name") == "take_along_axis" and _written_by_jax(site):
             return [_take_along_axis(site, relations)]
         return unknown_results(site, relations, "traces")
 
@@ -303,12 +300,6 @@ def _linear_solve(proof: Proof, site: Site, relations: list[Relation]) -> list[R
 
 
 # --- collectives ------------------------------------------------------------------------------------------------------
-
-COLLECTIVES = frozenset(
-    """psum psum2 psum_invariant unreduced_psum pmax pmin all_gather all_gather_invariant all_gather_reduced reduce_scatter
-    psum_scatter all_to_all ragged_all_to_all ppermute pgather pbroadcast axis_index""".split()  # noqa: SIM905
-)
-SUMS = frozenset(["psum", "psum2", "psum_invariant"])
 
 
 def _collective(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:

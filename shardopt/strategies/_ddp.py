@@ -5,11 +5,11 @@ from typing import Unpack
 import optax
 from jax.sharding import Mesh
 
+from shardopt.config._config import DDP, configure
+from shardopt.config._options import DdpOptions
 from shardopt.core._block_model import LossFn
-from shardopt.engine._build import build
-from shardopt.engine._config import DDP, configure
-from shardopt.engine._optimizer import ShardedOptimizer
-from shardopt.engine._options import DdpOptions
+from shardopt.step._build import build
+from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.strategies._keywords import with_options
 
 

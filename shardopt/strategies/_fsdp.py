@@ -5,11 +5,11 @@ from typing import Unpack
 import optax
 from jax.sharding import Mesh
 
+from shardopt.config._config import ZERO_3, configure
+from shardopt.config._options import FsdpOptions
 from shardopt.core._block_model import LossFn
-from shardopt.engine._build import build
-from shardopt.engine._config import ZERO_3, configure
-from shardopt.engine._optimizer import ShardedOptimizer
-from shardopt.engine._options import FsdpOptions
+from shardopt.step._build import build
+from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.strategies._keywords import with_options
 
 
@@ -42,7 +42,7 @@ def fsdp(
       (8, 32)
 
     **Equivalence**: training equals one device on the union batch, up to summation order, for every optax
-    transformation.
+    transformation but lookahead.
 
     - With `gather_dtype` it equals one device that computes in that dtype with fp32 master weights.
     - With `scatter_dtype` g = sum_d round(grad L_d) for each micro-batch: each device rounds once, before it sends. The

@@ -6,16 +6,16 @@ from typing import Unpack
 import optax
 from jax.sharding import Mesh
 
+from shardopt.config._config import PLACEMENTS, configure
+from shardopt.config._options import HybridOptions
+from shardopt.config._user_mesh import read_mesh
 from shardopt.core._arguments import check_count
 from shardopt.core._block_model import BlockModel, as_block_model
-from shardopt.core._errors import format_error, plural
-from shardopt.engine._build import build
-from shardopt.engine._config import PLACEMENTS, configure
-from shardopt.engine._optimizer import ShardedOptimizer
-from shardopt.engine._options import HybridOptions
-from shardopt.engine._user_mesh import read_mesh
+from shardopt.core._errors import error_text, plural
 from shardopt.pipeline import Schedule, schedules
 from shardopt.pipeline._cut import check_counts
+from shardopt.step._build import build
+from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.strategies._keywords import with_options
 
 
@@ -88,7 +88,7 @@ def hybrid(
       ('pipeline', Schedule(eager_one_f_one_b: 4 stages, 4 micro-batches, 1 chunk))
 
     **Equivalence**: training equals one device on the union batch, up to summation order, for every optax
-    transformation, schedule and placement. `Weighted` losses are included, whatever weight each micro-batch has. A
+    transformation but lookahead, every schedule and every placement. `Weighted` losses are included, whatever weight each micro-batch has. A
     loss, embedding or block that takes `rng` draws the same numbers as under `ddp` with as many data devices and
     micro-batches. On a mesh with pipeline=1 it is `ddp`, `zero` or `fsdp` itself.
 
@@ -124,53 +124,48 @@ def hybrid(
       Huang et al., "GPipe", 2019; Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
       Using Megatron-LM", 2021; Qi et al., "Zero Bubble Pipeline Parallelism", 2023; Rajbhandari et al., "ZeRO", 2020.
     """
-    caller = "hybrid"
     blocks = as_block_model(model)
     if blocks is None:
         problem = f"model must be a BlockModel, whose blocks are cut into stages, got {type(model).__name__}."
-        raise TypeError(
-            format_error(caller, problem, fix="use so.BlockModel(embed, block, loss), or so.fsdp for any loss.")
-        )
+        raise TypeError(error_text(problem, fix="use so.BlockModel(embed, block, loss), or so.fsdp for any loss."))
     fix = f"use one of {', '.join(map(repr, PLACEMENTS))}."
     if not isinstance(placement, str):
-        raise TypeError(format_error(caller, f"placement must be a string, got {placement!r}.", fix=fix))
+        raise TypeError(error_text(f"placement must be a string, got {placement!r}.", fix=fix))
     if placement not in PLACEMENTS:
-        raise ValueError(format_error(caller, f"unknown placement {placement!r}.", fix=fix))
+        raise ValueError(error_text(f"unknown placement {placement!r}.", fix=fix))
     if options.get("gather_dtype") is not None and not PLACEMENTS[placement].params:
         problem = f"gather_dtype is for placements that gather parameters, not for {placement!r}."
-        raise ValueError(format_error(caller, problem, fix="use placement='fsdp', or leave gather_dtype out."))
+        raise ValueError(error_text(problem, fix="use placement='fsdp', or leave gather_dtype out."))
     if not isinstance(regather, bool):
-        raise TypeError(format_error(caller, f"regather must be True or False, got {regather!r}."))
+        raise TypeError(error_text(f"regather must be True or False, got {regather!r}."))
     if not regather and not PLACEMENTS[placement].params:
         problem = f"regather=False is for placements that gather parameters, not for {placement!r}."
-        raise ValueError(format_error(caller, problem, fix="use placement='fsdp', or leave regather out."))
+        raise ValueError(error_text(problem, fix="use placement='fsdp', or leave regather out."))
     if not isinstance(remat, bool | str):
         problem = f"remat must be True, False or a string that BlockModel.remat can be, got {remat!r}."
-        raise TypeError(format_error(caller, problem, fix="give a policy to the model: model._replace(remat=policy)."))
-    check_count(caller, "micro_batches", micro_batches, minimum=1)
-    config = configure(caller, tx, mesh, blocks, PLACEMENTS[placement], options)
-    check_count(caller, "min_shard_elements", config.min_shard_elements, minimum=1)
-    num_stages = read_mesh(caller, mesh, config.axis_names, pipelined=True)[0].shape["pipeline"]
-    built_schedule = _build_schedule(caller, schedule, num_stages, micro_batches)
+        raise TypeError(error_text(problem, fix="give a policy to the model: model._replace(remat=policy)."))
+    check_count("micro_batches", micro_batches, minimum=1)
+    config = configure("hybrid", tx, mesh, blocks, PLACEMENTS[placement], options)
+    check_count("min_shard_elements", config.layout.min_shard_elements, minimum=1)
+    num_stages = read_mesh(mesh, config.axis_names, pipelined=True)[0].shape["pipeline"]
+    built_schedule = _build_schedule(schedule, num_stages, micro_batches)
     if not regather and num_stages == 1:
         problem = "regather=False is for pipelines, and there is one stage."
-        raise ValueError(format_error(caller, problem, fix="use a mesh with pipeline above 1, or leave regather out."))
+        raise ValueError(error_text(problem, fix="use a mesh with pipeline above 1, or leave regather out."))
     if blocks_per_stage is not None and num_stages == 1:
         problem = "blocks_per_stage is for pipelines, and there is one stage."
-        raise ValueError(
-            format_error(caller, problem, fix="use a mesh with pipeline above 1, or leave blocks_per_stage out.")
-        )
+        raise ValueError(error_text(problem, fix="use a mesh with pipeline above 1, or leave blocks_per_stage out."))
     if isinstance(remat, str):
         blocks = blocks._replace(remat=remat)
     elif num_stages == 1 and remat and blocks.remat is None:
         blocks = blocks._replace(remat="full")
     return build(
-        config._replace(
+        config.replace(
             loss_fn=blocks,
             micro_batches=micro_batches,
-            min_shard_elements=config.min_shard_elements if config.placement.opt_state else 1,
+            min_shard_elements=config.layout.min_shard_elements if config.placement.opt_state else 1,
             schedule=built_schedule if num_stages > 1 else None,
-            blocks_per_stage=check_counts(caller, blocks_per_stage),
+            blocks_per_stage=check_counts(blocks_per_stage),
             remat=remat is True,
             regather=regather,
         )
@@ -178,27 +173,21 @@ def hybrid(
 
 
 def _build_schedule(
-    caller: str, schedule: Schedule | Callable[[int, int], Schedule], num_stages: int, micro_batches: int
+    schedule: Schedule | Callable[[int, int], Schedule], num_stages: int, micro_batches: int
 ) -> Schedule:
     if not isinstance(schedule, Schedule) and not callable(schedule):
         problem = f"schedule must be a Schedule, or a function that makes one, got {schedule!r}."
-        raise TypeError(
-            format_error(caller, problem, fix="use one of so.schedules, such as so.schedules.eager_one_f_one_b.")
-        )
+        raise TypeError(error_text(problem, fix="use one of so.schedules, such as so.schedules.eager_one_f_one_b."))
     built_schedule = schedule if isinstance(schedule, Schedule) else schedule(num_stages, micro_batches)
     if not isinstance(built_schedule, Schedule):
         problem = f"schedule(num_stages={num_stages}, num_micro_batches={micro_batches}) returned {built_schedule!r}."
-        raise TypeError(
-            format_error(caller, problem, fix="return a Schedule; so.schedules.from_ticks and from_order make one.")
-        )
+        raise TypeError(error_text(problem, fix="return a Schedule; so.schedules.from_ticks and from_order make one."))
     if (built_schedule.num_stages, built_schedule.num_micro_batches) != (num_stages, micro_batches):
         problem = (
             f"the schedule is for {plural(built_schedule.num_stages, 'stage')} and "
             f"{plural(built_schedule.num_micro_batches, 'micro-batch')}, but there are pipeline={num_stages} and "
             f"micro_batches={micro_batches}."
         )
-        raise ValueError(
-            format_error(caller, problem, fix="make it of these sizes, or pass the function that makes it.")
-        )
+        raise ValueError(error_text(problem, fix="make it of these sizes, or pass the function that makes it."))
     built_schedule.validate()
     return built_schedule

@@ -7,8 +7,9 @@ import textwrap
 from collections.abc import Callable
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
-from shardopt.core._errors import format_error
-from shardopt.engine._options import ARGUMENTS, OPTIONS, Option, records
+from shardopt.config._options import ARGUMENTS, OPTIONS, Option, records
+from shardopt.core._errors import calling, format_error
+from shardopt.core._tracebacks import api_boundary
 
 Strategy = TypeVar("Strategy", bound=Callable[..., Any])
 
@@ -19,12 +20,12 @@ def with_options(strategy: Strategy) -> Strategy:
     """Return a strategy that takes each option of its `**options: Unpack[Group]` as a keyword of its own.
 
     Its signature has every option with type and default. The `Args:` of its docstring have every argument: the meaning
-    comes from the docstring itself, or from the records in `shardopt.engine._options`. Inside of the strategy, `options`
+    comes from the docstring itself, or from the records in `shardopt.config._options`. Inside of the strategy, `options`
     has all options of the group, with defaults.
 
     Example:
       >>> from typing import Unpack
-      >>> from shardopt.engine._options import MicroBatchOptions
+      >>> from shardopt.config._options import MicroBatchOptions
       >>> @with_options
       ... def strategy(mesh, **options: Unpack[MicroBatchOptions]):
       ...     return options
@@ -44,11 +45,13 @@ def with_options(strategy: Strategy) -> Strategy:
     signature = inspect.signature(strategy).replace(parameters=[*named, *keywords])
     defaults = {option: record.default for option, record in options.items()}
 
+    @api_boundary
     @functools.wraps(strategy)
     def with_defaults(*args: Any, **arguments: Any) -> Any:
         if unknown := [argument for argument in arguments if argument not in signature.parameters]:
             raise TypeError(_unknown_keywords(name, unknown, list(signature.parameters)))
-        return strategy(*args, **(defaults | arguments))
+        with calling(name):
+            return strategy(*args, **(defaults | arguments))
 
     cast(Any, with_defaults).__signature__ = signature
     with_defaults.__doc__ = _docstring(strategy.__doc__ or "", list(signature.parameters))

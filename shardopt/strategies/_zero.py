@@ -5,12 +5,12 @@ from typing import Unpack
 import optax
 from jax.sharding import Mesh
 
+from shardopt.config._config import STAGES, configure
+from shardopt.config._options import ZeroOptions
 from shardopt.core._block_model import LossFn
 from shardopt.core._errors import format_error
-from shardopt.engine._build import build
-from shardopt.engine._config import STAGES, configure
-from shardopt.engine._optimizer import ShardedOptimizer
-from shardopt.engine._options import ZeroOptions
+from shardopt.step._build import build
+from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.strategies._keywords import with_options
 
 
@@ -47,7 +47,7 @@ def zero(
       ('data', None)
 
     **Equivalence**: training equals one device on the union batch, up to summation order. This holds for every optax
-    transformation, elementwise or not, because the update runs in the global view. `fsdp` says how `scatter_dtype`
+    transformation but lookahead, elementwise or not, because the update runs in the global view. `fsdp` says how `scatter_dtype`
     rounds; stage 1 rounds the sum of its micro-batches.
 
     **Placement** of parameters, gradients (while they accumulate) and optimizer state, with the bytes of fp32 Adam per

@@ -7,19 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardopt.config._check import check_evaluate_fn
 from shardopt.core._block_model import LossFn
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, format_error
 from shardopt.core._types import Metric, PyTree, TrainState
-from shardopt.engine._config import check_evaluate_fn
-from shardopt.engine._evaluate import Totals
-from shardopt.engine._loss import LossParts
-from shardopt.engine._metrics import added, value_of
-from shardopt.engine._optimizer import ShardedOptimizer, check_is_strategy
+from shardopt.losses._metrics import added, value_of
+from shardopt.losses._parts import LossParts
+from shardopt.step._evaluate import Totals
+from shardopt.step._optimizer import ShardedOptimizer, check_is_strategy
 from shardopt.training._loggers import ShowBatches
 
 Evaluate = Callable[[TrainState], Mapping[str, float | np.ndarray | jax.Array]]
 
 
+@calling("evaluation")
 def evaluation(
     opt: ShardedOptimizer, batches: Iterable[PyTree], *, evaluate_fn: LossFn | None = None, prefix: str = "val_"
 ) -> "Evaluation":
@@ -62,12 +63,12 @@ def evaluation(
     (weighted) mean over rows. A batch whose rows the devices do not divide, even with fewer rows than devices, is
     padded with copies of a row; the copies do not count. Such a batch costs two more programs, each run once.
     """
-    check_is_strategy("evaluation", opt)
+    check_is_strategy(opt)
     if iter(batches) is batches:
         problem = f"batches must be iterable more than once, got an iterator ({type(batches).__name__})."
         raise TypeError(format_error("evaluation", problem, fix="pass list(itertools.islice(batches, n))."))
-    config = opt.config if evaluate_fn is None else opt.config._replace(evaluate_fn=evaluate_fn)
-    check_evaluate_fn("evaluation", config)
+    config = opt.config if evaluate_fn is None else opt.config.replace(evaluate_fn=evaluate_fn)
+    check_evaluate_fn(config)
     return Evaluation(opt, batches, prefix, Totals(config))
 
 

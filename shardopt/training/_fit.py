@@ -13,13 +13,14 @@ import numpy as np
 from shardopt.checkpoint._checkpoints import Checkpoints
 from shardopt.core._arguments import check_count
 from shardopt.core._early_stopping import EarlyStopping, best, check_metric, out_of_patience, update
-from shardopt.core._errors import format_error, plural
+from shardopt.core._errors import calling, format_error, plural
+from shardopt.core._tracebacks import api_boundary
 from shardopt.core._types import PyTree, TrainState
-from shardopt.engine._batch_dims import num_rows
-from shardopt.engine._batches import as_arrays
-from shardopt.engine._optimizer import ShardedOptimizer
+from shardopt.losses._batch_dims import num_rows
 from shardopt.runtime._probe import probe_or_warn
 from shardopt.runtime._progress import is_reported
+from shardopt.step._batches import as_arrays
+from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.training._evaluation import Evaluate, Evaluation, call_evaluate
 from shardopt.training._goodput import Goodput, Ledger
 from shardopt.training._loggers import Log, as_loggers, open_log, show_progress
@@ -62,6 +63,8 @@ class FitResult(NamedTuple):
     goodput: Goodput
 
 
+@api_boundary
+@calling("fit")
 def fit(
     opt: ShardedOptimizer,
     state: TrainState | DeferredInit,
@@ -127,8 +130,8 @@ def fit(
 
     Raises:
       NonFiniteLossError: if the loss is NaN or infinite, at most one step later; or if an update made the state NaN or
-        infinite. It is not raised for a step whose update `optax.apply_if_finite` skipped. After more than
-        `max_consecutive_errors` such steps in a row `apply_if_finite` applies updates again, and the error is raised.
+        infinite. It is not raised for a step that `optax.apply_if_finite` or `so.transforms.skip_anomalies` skipped,
+        until more of them than these allow come in a row. A skipped step is shown and logged with its batch.
       TypeError: if an argument is of the wrong kind, or `evaluate` does not return a dict of numbers.
       ValueError: if one of these is true:
 
@@ -151,9 +154,9 @@ def fit(
     """
     _check_optimizer_and_state(opt, state)
     _check_batches(batches)
-    check_count("fit", "num_steps", num_steps, minimum=0)
-    check_count("fit", "log_every", log_every)
-    check_count("fit", "agree_every", agree_every)
+    check_count("num_steps", num_steps, minimum=0)
+    check_count("log_every", log_every)
+    check_count("agree_every", agree_every)
     _check_evaluate(evaluate, evaluate_every, early_stopping)
     _check_checkpoints(checkpoints)
     as_loggers(log)
@@ -207,7 +210,7 @@ class _Run:
         self.ledger.enter("begin", step_of(state))
         cleanup.enter_context(finish_writes(self.checkpoints))
 
-        self.stream, self.meter = Stream(batches), Meter(self.checkpoints)
+        self.stream, self.meter = Stream(batches), Meter(self.checkpoints, self.report_skipped)
         self.history: list[dict[str, float]] = []
         self.state, self.stopping_state = begin(
             self.opt, state, self.stream, self.early_stopping, self.checkpoints, self.display.say
@@ -299,6 +302,7 @@ class _Run:
         if metrics := self.meter.settle():  # empty if no step was taken
             last_metrics = {} if self.history and self.history[-1]["step"] == self.step else metrics
             if self.evaluate is not None and not self.evaluation_metrics and self.stopped not in SIGNALS:
+                self.ledger.enter("evaluate")
                 final_metrics = call_evaluate(self.evaluate, final_state, metrics, self.show_evaluation)
                 last_metrics = last_metrics | final_metrics
                 if not self.local_updates:  # otherwise the saved state is not the synchronized one
@@ -330,6 +334,12 @@ class _Run:
             self.history.append({"step": step, **metrics})
         self.write_log(step, metrics)
         self.display.report(step, metrics)
+
+    def report_skipped(self, step: int, position: int, metrics: dict[str, float]) -> None:
+        """Say and log that the optimizer skipped a step."""
+        values = ", ".join(f"{name} {metrics[name]:.4g}" for name in ("loss", "grad_norm") if name in metrics)
+        self.display.say(f"The optimizer skipped step {step - 1} (batch {position}, both counted from 0): {values}.")
+        self.write_log(step, {**metrics, "skipped_batch": position})
 
     def check_finite(self, metrics: dict[str, float]) -> None:
         self.ledger.enter("checkpoint")
@@ -391,7 +401,7 @@ def _check_evaluate(
         fix = "pass so.training.evaluation(opt, batches) or your own function."
         raise TypeError(format_error("fit", problem, fix=fix))
     if evaluate_every is not None:
-        check_count("fit", "evaluate_every", evaluate_every)
+        check_count("evaluate_every", evaluate_every)
         if evaluate is None:
             raise ValueError(format_error("fit", "evaluate_every needs evaluate.", fix="pass evaluate, or drop it."))
     if early_stopping is not None and not isinstance(early_stopping, EarlyStopping):

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, error_text
 from shardopt.core._types import PyTree, TrainState
 from shardopt.local_updates._state import PerReplica
 
 _REMEDY = "wrap the optimizer, as in optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)."
 
 
+@calling("hyperparams")
 def hyperparams(state: TrainState) -> dict[str, float | np.ndarray]:
     """Return the hyperparameters of `optax.inject_hyperparams` states anywhere in the optimizer state.
 
@@ -39,11 +40,12 @@ def hyperparams(state: TrainState) -> dict[str, float | np.ndarray]:
       >>> hyperparams(TrainState(jnp.int32(0), params, tx.init(params), jax.random.key_data(jax.random.key(0))))
       {'learning_rate': 0.5, 'momentum': 0.25}
     """
-    injected_by_name = _injected_by_name("hyperparams", state)
+    injected_by_name = _injected_by_name(state)
     values = {name: _on_host(injected) for name, injected in injected_by_name.items()}
     return {name: value.item() if np.ndim(value) == 0 else value for name, value in values.items()}
 
 
+@calling("with_hyperparams")
 def with_hyperparams(state: TrainState, **values: float | np.ndarray | jax.Array) -> TrainState:
     """Return the state with new hyperparameters; call it between steps.
 
@@ -71,16 +73,13 @@ def with_hyperparams(state: TrainState, **values: float | np.ndarray | jax.Array
       >>> hyperparams(with_hyperparams(state, learning_rate=0.25))
       {'learning_rate': 0.25}
     """
-    caller = "with_hyperparams"
-    injected_by_name = _injected_by_name(caller, state)
+    injected_by_name = _injected_by_name(state)
     if unknown := sorted(set(values) - set(injected_by_name)):
         fix = f"choose from {', '.join(sorted(injected_by_name))}."
-        raise ValueError(format_error(caller, f"no hyperparameter is named {', '.join(map(repr, unknown))}.", fix=fix))
+        raise ValueError(error_text(f"no hyperparameter is named {', '.join(map(repr, unknown))}.", fix=fix))
     if scheduled := sorted(name for name in values if injected_by_name[name].scheduled):
         problem = f"{', '.join(map(repr, scheduled))} would be overwritten by a schedule at the next step."
-        raise ValueError(
-            format_error(caller, problem, fix="inject a number instead of the schedule, and set it as you go.")
-        )
+        raise ValueError(error_text(problem, fix="inject a number instead of the schedule, and set it as you go."))
     new_values = {
         injected_by_name[name].path: _placed_like(name, injected_by_name[name], value) for name, value in values.items()
     }
@@ -98,12 +97,12 @@ class _Injected(NamedTuple):
     per_replica: bool
 
 
-def _injected_by_name(caller: str, state: TrainState) -> dict[str, _Injected]:
+def _injected_by_name(state: TrainState) -> dict[str, _Injected]:
     if not hasattr(state, "opt_state"):
-        raise TypeError(f"{caller}: state must be a TrainState, got {type(state).__name__}.")
+        raise TypeError(error_text(f"state must be a TrainState, got {type(state).__name__}."))
     entries = list(_injected_entries((), state.opt_state))
     if not entries:
-        raise ValueError(format_error(caller, "the optimizer state has no injected hyperparameters.", fix=_REMEDY))
+        raise ValueError(error_text("the optimizer state has no injected hyperparameters.", fix=_REMEDY))
     name_counts = Counter(name for _, name, _ in entries)
     return {
         name if name_counts[name] == 1 else f"{path_text}/{name}".lstrip("/"): injected
@@ -149,22 +148,22 @@ def _on_host(injected: _Injected) -> np.ndarray:
 
 def _placed_like(name: str, injected: _Injected, value: float | np.ndarray | jax.Array) -> jax.Array | np.ndarray:
     """Return the value as an array with the shape, dtype and placement of the old value."""
-    caller, old = "with_hyperparams", injected.value
+    old = injected.value
     numeric = isinstance(value, int | float | np.generic | np.ndarray | jax.Array) and not isinstance(value, bool)
     new_value = np.asarray(jax.device_get(value)) if numeric else None
     if new_value is None or not jnp.issubdtype(new_value.dtype, jnp.number):
-        raise TypeError(f"{caller}: {name} must be a number, got {value!r} ({type(value).__name__}).")
+        raise TypeError(error_text(f"{name} must be a number, got {value!r} ({type(value).__name__})."))
     if injected.per_replica and new_value.shape == old.shape[1:]:
         new_value = np.broadcast_to(new_value, old.shape)
     if new_value.shape != old.shape:
-        raise ValueError(f"{caller}: {name} has shape {old.shape}, got {new_value.shape}.")
+        raise ValueError(error_text(f"{name} has shape {old.shape}, got {new_value.shape}."))
     if np.isnan(new_value).any():
-        raise ValueError(f"{caller}: {name} must not be NaN.")
+        raise ValueError(error_text(f"{name} must not be NaN."))
     with np.errstate(over="ignore", invalid="ignore"):
         cast = new_value.astype(old.dtype)
     is_integer = jnp.issubdtype(old.dtype, jnp.integer)
     if not np.array_equal(cast, new_value) if is_integer else not np.array_equal(np.isinf(cast), np.isinf(new_value)):
-        raise ValueError(f"{caller}: {name} has dtype {old.dtype}, which cannot hold {value!r}.")
+        raise ValueError(error_text(f"{name} has dtype {old.dtype}, which cannot hold {value!r}."))
     if not isinstance(old, jax.Array):
         return cast
     if jax.process_count() > 1:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, error_text, format_error
 from shardopt.core._extras import is_installed, require
 from shardopt.runtime._files import write_atomic
 
@@ -23,6 +23,7 @@ Log = Callable[[int, Mapping[str, float]], object]
 ShowBatches = Callable[[int, int | None], None]
 
 
+@calling("jsonl")
 def jsonl(path: str | os.PathLike[str]) -> Log:
     r"""Return a logger that appends one JSON object per line: `{"step": 10, "loss": 2.3, ...}`.
 
@@ -46,13 +47,14 @@ def jsonl(path: str | os.PathLike[str]) -> Log:
       >>> path.read_text()
       '{"step": 10, "loss": 2.5}\n'
     """
-    file = _path("jsonl", path)
+    file = _path(path)
     if file.is_dir():
         fix = f"name a file in it, such as {str(file / 'metrics.jsonl')!r}."
         raise ValueError(format_error("jsonl", f"{str(file)!r} is a folder.", fix=fix))
     return _JsonLines(file)
 
 
+@calling("tensorboard")
 def tensorboard(directory: str | os.PathLike[str]) -> Log:
     """Return a logger that writes TensorBoard scalars, one for each metric.
 
@@ -66,8 +68,8 @@ def tensorboard(directory: str | os.PathLike[str]) -> Log:
       TypeError: if `directory` is not a path.
       ValueError: if `directory` is a file.
     """
-    folder = _path("tensorboard", directory)
-    require("tensorboardX", extra="tensorboard", caller="tensorboard")
+    folder = _path(directory)
+    require("tensorboardX", extra="tensorboard")
     if folder.is_file():
         raise ValueError(format_error("tensorboard", f"{str(folder)!r} is a file.", fix="name a folder."))
     return _TensorBoard(folder)
@@ -175,9 +177,9 @@ class _TensorBoard:
             self._writer = None
 
 
-def _path(caller: str, path: str | os.PathLike[str]) -> Path:
+def _path(path: str | os.PathLike[str]) -> Path:
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"{caller}: the path must be a string or a pathlib.Path, got {type(path).__name__}.")
+        raise TypeError(error_text(f"the path must be a string or a pathlib.Path, got {type(path).__name__}."))
     return Path(path)
 
 

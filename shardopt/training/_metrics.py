@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, NoReturn
 
 import jax
@@ -25,10 +25,15 @@ class Meter:
 
     Args:
       checkpoints: named in the error for a loss that is not finite.
+      report_skipped: called with a step that the optimizer skipped, the position of its batch and its metrics.
     """
 
-    def __init__(self, checkpoints: Checkpoints | None = None):
-        self._checkpoints = checkpoints
+    def __init__(
+        self,
+        checkpoints: Checkpoints | None = None,
+        report_skipped: Callable[[int, int, dict[str, float]], None] = lambda *_: None,
+    ):
+        self._checkpoints, self._report_skipped = checkpoints, report_skipped
         self._pending: _Pending | None = None
         self._newest_metrics: dict[str, float] = {}
         self._measured_from: float | None = None
@@ -54,7 +59,8 @@ class Meter:
           metrics: scalars on the device.
           examples: rows of the batch.
           reported: whether all metrics of this step are to be returned.
-          tolerated: a boolean on the device; if true, a loss that is not finite does not end the run.
+          tolerated: a boolean on the device; if true, the optimizer skipped the step, and a loss that is not finite does not
+            end the run.
 
         Raises:
           NonFiniteLossError: if the loss of the previous step is not finite and not tolerated.
@@ -80,10 +86,13 @@ class Meter:
             self._measured_from, self._steps, self._examples = time.perf_counter(), 0, 0
 
     def _fetch(self, pending: "_Pending", *, all_metrics: bool) -> dict[str, float]:
-        requested = {"loss": pending.metrics["loss"]} | (dict(pending.metrics) if all_metrics else {})
+        tolerated = _is_true(pending.tolerated)
+        requested = {"loss": pending.metrics["loss"]} | (dict(pending.metrics) if all_metrics or tolerated else {})
         fetched = jax.device_get(requested)
         values = {name: fetched[name].item() for name in requested}  # jax sorts dicts; the loss should come first
-        if not math.isfinite(loss := values["loss"]) and not _is_true(pending.tolerated):
+        if tolerated:
+            self._report_skipped(pending.step, pending.position, values)
+        elif not math.isfinite(loss := values["loss"]):
             _fail(f"the loss became {loss}", pending.step - 1, pending.position, self._checkpoints)
         return values | self._speed(pending.examples, finished=all_metrics)
 

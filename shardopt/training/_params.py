@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from shardopt.config._user_mesh import on_auto_axes
 from shardopt.core._errors import format_error, plural
 from shardopt.core._types import PyTree, TrainState, is_array_like, leaves_with_paths
-from shardopt.engine._inputs import copied
-from shardopt.engine._user_mesh import on_auto_axes
 from shardopt.local_updates._state import PerReplica, Replicas
 from shardopt.mesh import on_mesh
+from shardopt.step._inputs import copied
 
 _WHO = "with_params"
 

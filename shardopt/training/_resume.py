@@ -24,9 +24,9 @@ from shardopt.core import _early_stopping as stopping
 from shardopt.core._early_stopping import EarlyStopping, StoppingState
 from shardopt.core._errors import CheckpointError, NonFiniteLossError, format_error, plural
 from shardopt.core._types import PyTree, TrainState
-from shardopt.engine._batches import as_arrays
-from shardopt.engine._inputs import is_init_fn
-from shardopt.engine._optimizer import ShardedOptimizer
+from shardopt.step._batches import as_arrays
+from shardopt.step._inputs import is_init_fn
+from shardopt.step._optimizer import ShardedOptimizer
 
 
 class DeferredInit(NamedTuple):
@@ -108,7 +108,7 @@ def begin(
         stream_text = stream.restore(position)
     else:
         fix = "save with so.fit, or put the batches into their place before it is called."
-        warnings.warn(format_error("fit", f"{stream_text}; rows are seen again.", fix=fix), stacklevel=4)
+        warnings.warn(format_error("fit", f"{stream_text}; rows are seen again.", fix=fix), stacklevel=6)
     source = "the memory of the hosts" if snapshot is not None else checkpoints.directory
     say(f"Resuming from step {latest} in {source}, {stream_text}.")
     stopping_state = None if rule is None or saved_stopping is None else stopping.from_json(rule, saved_stopping)

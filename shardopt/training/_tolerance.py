@@ -1,4 +1,4 @@
-"""Find the steps that `optax.apply_if_finite` skipped; their loss may be NaN or infinite."""
+"""Find the steps that the optimizer skipped (`optax.apply_if_finite`, `skip_anomalies`); their loss may be NaN or infinite."""
 
 from collections.abc import Callable
 
@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from shardopt.config._transformation import closed_over, functions_within
 from shardopt.core._types import PyTree
-from shardopt.engine._transformation import closed_over, functions_within
+from shardopt.transforms._skip_anomalies import SkipAnomaliesState
 
 
 class Tolerance:
@@ -15,7 +16,7 @@ class Tolerance:
 
     A step is tolerated if the gradient was not finite and at most `max_consecutive_errors` such steps came in a row.
     For such a step `apply_if_finite` leaves parameters and state unchanged. After more such steps it applies the
-    gradient.
+    gradient. A step that `skip_anomalies` skipped is tolerated until more than `max_in_a_row` in a row were not finite.
 
     Args:
       tx: the optimizer.
@@ -37,11 +38,25 @@ class Tolerance:
         self._counts, self._finite = leaf_indices["notfinite_count"], leaf_indices["last_finite"]
 
     def __call__(self, opt_state: PyTree) -> jax.Array | None:
-        """Return whether the step that made this state is tolerated; None without `apply_if_finite`."""
+        """Return whether the step that made this state is tolerated; None if the optimizer never skips a step."""
+        if anomaly_states := states_of_anomalies(opt_state):
+            return _is_skipped([(state.skipped, state.hopeless) for state in anomaly_states])
         if not self._finite:
             return None
         leaves = jax.tree.leaves(opt_state)
         return _is_tolerated([leaves[i] for i in self._counts], [leaves[i] for i in self._finite], self._limit)
+
+
+def states_of_anomalies(opt_state: PyTree) -> list[SkipAnomaliesState]:
+    """Return the states of `skip_anomalies` in the state of an optimizer."""
+    is_state = lambda node: isinstance(node, SkipAnomaliesState)  # noqa: E731
+    return [node for node in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(node)]
+
+
+@jax.jit
+def _is_skipped(flags: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
+    skipped, hopeless = (jnp.stack([jnp.any(flag) for flag in column]).any() for column in zip(*flags, strict=True))
+    return skipped & ~hopeless
 
 
 @jax.jit

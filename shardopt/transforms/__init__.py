@@ -7,6 +7,7 @@ from shardopt.transforms._delay_gradients import DelayRule, delay_compensation, 
 from shardopt.transforms._eight_bit import eight_bit
 from shardopt.transforms._local_updates import local_updates
 from shardopt.transforms._shard_updates import shard_updates
+from shardopt.transforms._skip_anomalies import skip_anomalies
 from shardopt.transforms._stochastic_round import stochastic_round
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "eight_bit",
     "local_updates",
     "shard_updates",
+    "skip_anomalies",
     "staleness_learning_rate",
     "stochastic_round",
 ]

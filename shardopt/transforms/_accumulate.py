@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from shardopt.core._arguments import check_count, check_transformation
+from shardopt.core._errors import calling
 from shardopt.core._types import PyTree
 from shardopt.reducers import PerDevice
 from shardopt.reducers._axis import agreeing_cond
@@ -27,6 +28,7 @@ class AccumulateState(NamedTuple):
     inner: PyTree
 
 
+@calling("accumulate")
 def accumulate(inner: optax.GradientTransformation, every: int) -> optax.GradientTransformationExtraArgs:
     """Add up gradients on each device, and pass their mean to `inner` every `every` steps.
 
@@ -61,17 +63,18 @@ def accumulate(inner: optax.GradientTransformation, every: int) -> optax.Gradien
     **Communication**: the communication of `inner`, once every `every` steps. It is in a branch that other steps do not
     take. Under a `jax.vmap` over the state, both branches are computed.
     """
-    caller = "accumulate"
-    tx = check_transformation(caller, "inner", inner)
-    check_count(caller, "every", every, allow_array=True)
+    tx = check_transformation("inner", inner)
+    check_count("every", every, allow_array=True)
 
+    @calling("accumulate")
     def init(params):
-        check_leaves(caller, params)
+        check_leaves(params)
         return AccumulateState(jnp.zeros((), jnp.int32), PerDevice(zeros_like(params)), tx.init(params))
 
+    @calling("accumulate")
     def update(updates, state, params=None, **extra_args: PyTree):
-        check_leaves(caller, updates)
-        check_alike(caller, "the parameters that init saw", updates, state.total.value)
+        check_leaves(updates)
+        check_alike("the parameters that init saw", updates, state.total.value)
         total = jax.tree.map(lambda old_sum, g: old_sum + g.astype(old_sum.dtype), state.total.value, updates)
 
         def step(total, inner_state):

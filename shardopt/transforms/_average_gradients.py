@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import optax
 
+from shardopt.core._errors import calling
 from shardopt.core._types import PyTree
 from shardopt.reducers import Reducer, exact
 from shardopt.reducers._axis import AxisName, axis_names, axis_size
@@ -16,6 +17,7 @@ class AverageGradientsState(NamedTuple):
     reducer: PyTree
 
 
+@calling("average_gradients")
 def average_gradients(axis_name: AxisName, reducer: Reducer | None = None) -> optax.GradientTransformationExtraArgs:
     """Replace each device's gradients by their mean over an axis.
 
@@ -47,16 +49,16 @@ def average_gradients(axis_name: AxisName, reducer: Reducer | None = None) -> op
 
     **Communication**: the communication of the reducer; by default an all-reduce of the gradients.
     """
-    caller = "average_gradients"
-    axis_names(caller, axis_name)
+    axis_names(axis_name)
     gradient_reducer = exact() if reducer is None else reducer
-    check_reducer(caller, gradient_reducer)
+    check_reducer(gradient_reducer)
 
     def init(params):
         return AverageGradientsState(gradient_reducer.init(params))
 
+    @calling("average_gradients")
     def update(updates, state, params=None, **extra_args: PyTree):
-        axis_size(caller, axis_name)
+        axis_size(axis_name)
         mean, reducer_state = gradient_reducer.reduce(updates, state.reducer, axis_name)
         return mean, AverageGradientsState(reducer_state)
 

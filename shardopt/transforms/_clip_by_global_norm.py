@@ -9,7 +9,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from shardopt.core._arguments import check_is_number
-from shardopt.core._errors import format_error, plural
+from shardopt.core._errors import calling, format_error, plural
 from shardopt.core._types import PyTree, leaves_with_paths, wide_dtype
 from shardopt.reducers._axis import AxisName, axis_names, axis_size, is_bound, tracks_varying, varying
 from shardopt.reducers._reducer import check_leaves, real_dtype
@@ -17,6 +17,7 @@ from shardopt.reducers._reducer import check_leaves, real_dtype
 CALLER = "clip_by_global_norm"
 
 
+@calling(CALLER)
 def clip_by_global_norm(
     max_norm: float | jax.Array, axis_names: AxisName, *, split: bool | PyTree = None
 ) -> optax.GradientTransformationExtraArgs:
@@ -73,9 +74,10 @@ def clip_by_global_norm(
     def init(params):
         return optax.EmptyState()
 
+    @calling(CALLER)
     def update(updates, state, params=None, **extra_args: PyTree):
-        check_leaves(CALLER, updates)
-        axis_size(CALLER, names)
+        check_leaves(updates)
+        axis_size(names)
         leaves, treedef = jax.tree.flatten(updates)
         if not leaves:
             return updates, state
@@ -172,13 +174,13 @@ def _axes_of(entry: Any, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _checked_names(names: AxisName) -> tuple[str, ...]:
-    return axis_names(CALLER, names)
+    return axis_names(names)
 
 
 def _check_max_norm(max_norm: float | jax.Array) -> None:
     if isinstance(max_norm, jax.Array):
         return
-    check_is_number(CALLER, "max_norm", max_norm)
+    check_is_number("max_norm", max_norm)
     if not max_norm > 0:
         raise ValueError(format_error(CALLER, f"max_norm must be above 0, got {max_norm}."))
 

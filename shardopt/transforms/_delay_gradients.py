@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from shardopt.core._arguments import check_count, check_is_number, check_params, check_transformation
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, error_text
 from shardopt.core._types import PyTree
 from shardopt.reducers import PerDevice
 from shardopt.reducers._axis import varying
@@ -62,6 +62,7 @@ def staleness_learning_rate() -> DelayRule:
     return DelayRule(scale=lambda delay: 1.0 / max(1, delay))
 
 
+@calling("delay_compensation")
 def delay_compensation(strength: float = 0.04) -> DelayRule:
     """Return the rule of DC-ASGD: g + lambda g g (w - w_pulled), a first-order correction of the gradient.
 
@@ -74,7 +75,7 @@ def delay_compensation(strength: float = 0.04) -> DelayRule:
     References:
       Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", 2017, equation 10.
     """
-    check_is_number("delay_compensation", "strength", strength)
+    check_is_number("strength", strength)
 
     def gradient(grads, *, params, pulled, delay):
         def compensate(g, current, old):
@@ -85,6 +86,7 @@ def delay_compensation(strength: float = 0.04) -> DelayRule:
     return DelayRule(gradient, uses_pulled=True)
 
 
+@calling("delay_gradients")
 def delay_gradients(
     staleness: int, rule: DelayRule | None = None, *, inner: optax.GradientTransformation | None = None
 ) -> optax.GradientTransformationExtraArgs:
@@ -127,24 +129,22 @@ def delay_gradients(
 
     **Communication**: none, except the communication of `inner`.
     """
-    caller = "delay_gradients"
     if isinstance(staleness, jax.Array):
         fix = 'under optax.inject_hyperparams, add static_args=("staleness",).'
-        raise TypeError(format_error(caller, "staleness must be a Python integer: it shapes the state.", fix=fix))
-    check_count(caller, "staleness", staleness, minimum=0)
+        raise TypeError(error_text("staleness must be a Python integer: it shapes the state.", fix=fix))
+    check_count("staleness", staleness, minimum=0)
     if rule is not None and not isinstance(rule, DelayRule):
         fix = "pass so.transforms.staleness_learning_rate(), so.transforms.delay_compensation(), or a DelayRule."
-        raise TypeError(format_error(caller, f"rule must be a DelayRule, got {rule!r}.", fix=fix))
+        raise TypeError(error_text(f"rule must be a DelayRule, got {rule!r}.", fix=fix))
     rule = DelayRule() if rule is None else rule
     if rule.scale is not None and inner is None:
         fix = "pass the optimizer as inner, such as delay_gradients(2, rule, inner=optax.adamw(1e-3))."
-        raise ValueError(
-            format_error(caller, "the rule scales the updates of an optimizer, and there is none.", fix=fix)
-        )
-    tx = None if inner is None else check_transformation(caller, "inner", inner)
+        raise ValueError(error_text("the rule scales the updates of an optimizer, and there is none.", fix=fix))
+    tx = None if inner is None else check_transformation("inner", inner)
 
+    @calling("delay_gradients")
     def init(params):
-        check_leaves(caller, params)
+        check_leaves(params)
         slot, inner_state = jnp.zeros((), jnp.int32), () if tx is None else tx.init(params)
         if staleness == 0:
             return DelayGradientsState(slot, PerDevice(()), PerDevice(()), inner_state)
@@ -152,9 +152,10 @@ def delay_gradients(
         pulled = jax.tree.map(jnp.zeros_like, held) if rule.uses_pulled else ()
         return DelayGradientsState(slot, PerDevice(held), PerDevice(pulled), inner_state)
 
+    @calling("delay_gradients")
     def update(updates, state, params=None, **extra_args: PyTree):
         if rule.uses_pulled:
-            check_params(caller, params)
+            check_params(params)
         if staleness:
             updates, state = delay(updates, state, params)
         if tx is None:
@@ -167,7 +168,7 @@ def delay_gradients(
 
     def delay(updates, state, params):
         shapes = jax.eval_shape(lambda held: jax.tree.map(lambda x: x[0], held), state.held.value)
-        check_alike(caller, "the parameters that init saw", updates, shapes)
+        check_alike("the parameters that init saw", updates, shapes)
         grads, held = _swap(state.held.value, updates, state.slot)
         pulled, old_params = (), None
         if rule.uses_pulled:

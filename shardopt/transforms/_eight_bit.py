@@ -10,7 +10,7 @@ import optax
 from jax.tree_util import KeyPath
 
 from shardopt.core._arguments import check_count, check_transformation
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, format_error
 from shardopt.core._types import PyTree
 from shardopt.transforms._dynamic_map import decode, encode
 
@@ -36,6 +36,7 @@ class EightBitState(NamedTuple):
     scales: PyTree
 
 
+@calling(CALLER)
 def eight_bit(
     inner: optax.GradientTransformation,
     *,
@@ -99,9 +100,9 @@ def eight_bit(
     References:
       Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", 2021, section 2.
     """
-    tx = check_transformation(CALLER, "inner", inner)
-    check_count(CALLER, "block_size", block_size, minimum=_MIN_BLOCK_SIZE)
-    check_count(CALLER, "min_elements", min_elements)
+    tx = check_transformation("inner", inner)
+    check_count("block_size", block_size, minimum=_MIN_BLOCK_SIZE)
+    check_count("min_elements", min_elements)
     if block_size & (block_size - 1):
         raise ValueError(f"{CALLER}: block_size must be a power of two, got {block_size}.")
     for name, names in (("signed", signed), ("unsigned", unsigned)):

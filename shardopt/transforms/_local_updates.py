@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from shardopt.core._arguments import check_count, check_params, check_transformation
+from shardopt.core._errors import calling
 from shardopt.core._types import PyTree, wide_dtype
 from shardopt.reducers import PerDevice, exact
 from shardopt.reducers._axis import AxisName, agreeing_cond, axis_names, axis_size
@@ -24,6 +25,7 @@ class LocalUpdatesState(NamedTuple):
     inner: PerDevice
 
 
+@calling("local_updates")
 def local_updates(
     inner: optax.GradientTransformation, axis_name: AxisName, sync_every: int
 ) -> optax.GradientTransformationExtraArgs:
@@ -67,17 +69,17 @@ def local_updates(
     References:
       Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", 2020, equation 2.
     """
-    caller = "local_updates"
-    tx = check_transformation(caller, "inner", inner)
-    axis_names(caller, axis_name)
-    check_count(caller, "sync_every", sync_every, allow_array=True)
+    tx = check_transformation("inner", inner)
+    axis_names(axis_name)
+    check_count("sync_every", sync_every, allow_array=True)
 
     def init(params):
         return LocalUpdatesState(jnp.zeros((), jnp.int32), PerDevice(tx.init(params)))
 
+    @calling("local_updates")
     def update(updates, state, params=None, **extra_args: PyTree):
-        axis_size(caller, axis_name)
-        old_params = check_params(caller, params)
+        axis_size(axis_name)
+        old_params = check_params(params)
         inner_updates, inner_state = tx.update(updates, state.inner.value, params, **extra_args)
         # In a wide dtype, p + (mean - p) equals the mean for half-precision parameters.
         inner_updates = jax.tree.map(lambda u, p: u.astype(wide_dtype(p.dtype)), inner_updates, old_params)

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
-from shardopt.core._primitives import ELEMENTWISE, IDENTITIES
+from shardopt.trace._jaxprs import SUMS, axes_of
+from shardopt.trace._primitives import ELEMENTWISE, IDENTITIES
 
 SAME, ELEMENT, SUM, MAX, MIXED = "same", "element", "sum", "max", "mixed"
 SHAPE = "shape"
@@ -40,6 +41,24 @@ class Label(NamedTuple):
     nonnegative: bool = False
     leading_dims: int | None = 0
 
+    def join(self, other: "Label") -> "Label":
+        """Return the label of a value that is one of two values, if both traces choose the same one."""
+        pad_value, nonnegative = (
+            self.pad_value if self.pad_value == other.pad_value else None,
+            self.nonnegative and other.nonnegative,
+        )
+        if MIXED in (self.kind, other.kind):
+            return Label(MIXED, self.primitives | other.primitives)
+        if self.kind == other.kind == SAME or (self.kind == other.kind and self.kind in (SUM, MAX)):
+            return Label(self.kind, self.primitives | other.primitives, pad_value, nonnegative)
+        if {self.kind, other.kind} <= {SAME, ELEMENT}:
+            counts = _known_leading_dims([self, other])
+            if len(counts) <= 1:
+                return Label(
+                    ELEMENT, pad_value=pad_value, nonnegative=nonnegative, leading_dims=max(counts, default=None)
+                )
+        return mixed("cond", of=[self, other])
+
 
 class LeafSplit(NamedTuple):
     """How a part was cut from its leaf: it is a shard over mesh axes, or it is some rows.
@@ -63,8 +82,7 @@ _ELEMENTWISE = ELEMENTWISE - {"bitcast_convert_type"}
 
 `threefry2x32` on counters draws random numbers, which `check_elementwise` refuses.
 """
-PSUM = _names("psum psum2 psum_invariant")
-OVER_AXES = PSUM | {"pmax", "pmin"}
+OVER_AXES = SUMS | {"pmax", "pmin"}
 _REDUCTIONS = _names("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin")
 _COPIES = IDENTITIES | {"convert_element_type"}
 _KEEPS_SUM = _COPIES | _names("add add_any sub neg reshape squeeze broadcast_in_dim concatenate stack reduce_sum")
@@ -85,20 +103,6 @@ def mixed(*names: str, of: Sequence[Label] = ()) -> Label:
     """
     primitives = frozenset[str]().union(*(label.primitives for label in of))
     return Label(MIXED, primitives or frozenset(names))
-
-
-def join(a: Label, b: Label) -> Label:
-    """Return the label of a value that is one of two values, if both traces choose the same one."""
-    pad_value, nonnegative = a.pad_value if a.pad_value == b.pad_value else None, a.nonnegative and b.nonnegative
-    if MIXED in (a.kind, b.kind):
-        return Label(MIXED, a.primitives | b.primitives)
-    if a.kind == b.kind == SAME or (a.kind == b.kind and a.kind in (SUM, MAX)):
-        return Label(a.kind, a.primitives | b.primitives, pad_value, nonnegative)
-    if {a.kind, b.kind} <= {SAME, ELEMENT}:
-        counts = _known_leading_dims([a, b])
-        if len(counts) <= 1:
-            return Label(ELEMENT, pad_value=pad_value, nonnegative=nonnegative, leading_dims=max(counts, default=None))
-    return mixed("cond", of=[a, b])
 
 
 def _known_leading_dims(labels: Sequence[Label]) -> set[int]:
@@ -187,9 +191,9 @@ def _single_element_as(atom: Var | Literal, label: Label, kind: str) -> Label:
 def over_axes(eqn: JaxprEqn, atom: Var | Literal, label: Label, split: LeafSplit) -> Label:
     """Return the label of the result of a sum, maximum or minimum over mesh axes."""
     name, axes = eqn.primitive.name, axes_of(eqn)
-    if axes & split.axis_names and name in (*PSUM, "pmax"):
-        label = _single_element_as(atom, label, SUM if name in PSUM else MAX)
-    matches = (label.kind == SUM and name in PSUM) or (label.kind == MAX and name == "pmax")
+    if axes & split.axis_names and name in (*SUMS, "pmax"):
+        label = _single_element_as(atom, label, SUM if name in SUMS else MAX)
+    matches = (label.kind == SUM and name in SUMS) or (label.kind == MAX and name == "pmax")
     if not axes & split.axis_names:  # a collective over other axes acts element by element
         is_known = matches or label.kind in (SAME, ELEMENT)
         pad_value = 0.0 if label.pad_value == 0 else None
@@ -361,15 +365,6 @@ def _is_nonnegative(eqn: JaxprEqn, labels: Sequence[Label]) -> bool:
 
 
 # Functions that read equations.
-
-
-def axes_of(eqn: JaxprEqn) -> frozenset[str]:
-    """Return the mesh axes that the parameters of a primitive name."""
-    axes: list[object] = []
-    for key in ("axes", "axis_name"):
-        value = eqn.params.get(key, ())
-        axes += value if isinstance(value, tuple | list) else [value]
-    return frozenset(name for name in axes if isinstance(name, str))
 
 
 def same_params(whole_eqn: JaxprEqn, part_eqn: JaxprEqn) -> bool:

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardopt.core._errors import format_error
+from shardopt.core._errors import error_text
 from shardopt.core._types import PyTree, abstract
 from shardopt.reducers._axis import tracks_varying
+from shardopt.trace._walk import fixed_point
 from shardopt.transforms._elementwise import compare
-from shardopt.transforms._primitives import ELEMENT, SAME, SHAPE, Label, LeafSplit, join, mixed
+from shardopt.transforms._primitives import ELEMENT, SAME, SHAPE, Label, LeafSplit, mixed
 
 DRAWS = frozenset(["random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform", "random_gamma"])
 """Primitives that draw random numbers."""
@@ -22,7 +23,6 @@ FIX = (
 
 
 def check_elementwise(
-    caller: str,
     tx: optax.GradientTransformationExtraArgs,
     names: tuple[str, ...],
     whole_trees: tuple[PyTree, PyTree],
@@ -35,7 +35,6 @@ def check_elementwise(
     `update` are traced for whole leaves on one device, and for shards.
 
     Args:
-      caller: the caller, for the message.
       tx: the transformation.
       names: the axes that leaves are sharded over.
       whole_trees: gradients, and parameters or None.
@@ -46,7 +45,7 @@ def check_elementwise(
       ValueError: if the transformation is not shown to act element by element, or draws random numbers.
     """
     primitives = frozenset[str]().union(
-        *(label.primitives for label in _refused_labels(caller, tx, names, whole_trees, shard_trees, extra_args))
+        *(label.primitives for label in _refused_labels(tx, names, whole_trees, shard_trees, extra_args))
     )
     if not primitives:
         return
@@ -61,11 +60,10 @@ def check_elementwise(
         )
     else:
         problem = "inner computes something else for shards: it depends on shapes, or on the number of devices."
-    raise ValueError(format_error(caller, problem, fix=fix))
+    raise ValueError(error_text(problem, fix=fix))
 
 
 def _refused_labels(
-    caller: str,
     tx: optax.GradientTransformationExtraArgs,
     names: tuple[str, ...],
     whole_trees: tuple[PyTree, PyTree],
@@ -91,7 +89,7 @@ def _refused_labels(
             return whole_trace, jax.make_jaxpr(f)(*args[1])
         except TypeError as error:  # raised where `tx` closes over an array with the shape of the whole leaf
             problem = "inner can be traced for leaves, but not for shards of them."
-            raise ValueError(format_error(caller, problem, [str(error).split("\n")[0]], FIX)) from error
+            raise ValueError(error_text(problem, [str(error).split("\n")[0]], FIX)) from error
 
     state_labels = compare(
         *trace_both(tx.init, [(tree,) for tree in init_trees]),
@@ -101,13 +99,12 @@ def _refused_labels(
     args = [(grads, state, params) for (grads, params), state in zip(abstract_trees, states, strict=True)]
     traces = trace_both(update, args)
     num_grads = len(elements) - num_params
-    while True:  # until the labels of the state hold before and after an update
-        results = compare(*traces, [*elements[:num_grads], *state_labels, *elements[num_grads:]], split)
-        joined = [join(*pair) for pair in zip(state_labels, results[len(results) - len(state_labels) :], strict=True)]
-        if joined == state_labels:
-            break
-        state_labels = joined
-    update_labels = results[: len(results) - len(state_labels)]
+
+    def state_first(state: list[Label]) -> list[Label]:
+        results = compare(*traces, [*elements[:num_grads], *state, *elements[num_grads:]], split)
+        return [*results[len(results) - len(state) :], *results[: len(results) - len(state)]]
+
+    state_labels, update_labels = fixed_point(state_first, state_labels, Label.join)
     refused = [label for label in state_labels if label.kind not in (SAME, ELEMENT)]
     return refused + [
         label if label.primitives else mixed(SHAPE)

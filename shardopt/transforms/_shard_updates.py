@@ -9,6 +9,7 @@ import optax
 
 from shardopt.collectives._shards import psum_scatter
 from shardopt.core._arguments import check_transformation
+from shardopt.core._errors import calling
 from shardopt.core._types import leaves_with_paths, wide_dtype
 from shardopt.reducers import PerDevice
 from shardopt.reducers._axis import (
@@ -30,6 +31,7 @@ class ShardUpdatesState(NamedTuple):
     inner: PerDevice
 
 
+@calling("shard_updates")
 def shard_updates(inner: optax.GradientTransformation, axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
     """Average gradients by a reduce-scatter, update this device's shard, and gather the updates: ZeRO-1 in a chain.
 
@@ -82,12 +84,11 @@ def shard_updates(inner: optax.GradientTransformation, axis_name: AxisName) -> o
     References:
       Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.1.
     """
-    caller = "shard_updates"
-    tx = check_transformation(caller, "inner", inner)
-    names = axis_names(caller, axis_name)
+    tx = check_transformation("inner", inner)
+    names = axis_names(axis_name)
 
     def shards_of(tree):
-        num_devices, device_index = axis_size(caller, axis_name), jax.lax.axis_index(axis_name)
+        num_devices, device_index = axis_size(axis_name), jax.lax.axis_index(axis_name)
 
         def shard_of(leaf):
             flat_shard = jax.lax.dynamic_index_in_dim(_as_rows(leaf, num_devices), device_index, keepdims=False)
@@ -95,20 +96,22 @@ def shard_updates(inner: optax.GradientTransformation, axis_name: AxisName) -> o
 
         return jax.tree.map(shard_of, tree)
 
+    @calling("shard_updates")
     def init(params):
-        check_leaves(caller, params)
+        check_leaves(params)
         return ShardUpdatesState(PerDevice(tx.init(shards_of(params))))
 
+    @calling("shard_updates")
     def update(updates, state, params=None, **extra_args: Any):
-        check_leaves(caller, updates)
-        num_devices = axis_size(caller, axis_name)
+        check_leaves(updates)
+        num_devices = axis_size(axis_name)
         leaves, treedef = jax.tree.flatten(updates)
-        check_not_summed(caller, axis_name, [path for path, _ in leaves_with_paths(updates)], leaves)
+        check_not_summed(axis_name, [path for path, _ in leaves_with_paths(updates)], leaves)
         if params is not None:
-            check_alike(caller, "the parameters", updates, params)
+            check_alike("the parameters", updates, params)
         shards = treedef.unflatten(_mean_shards(leaves, num_devices, axis_name))
         param_shards = None if params is None else shards_of(params)
-        check_elementwise(caller, tx, names, (updates, params), (shards, param_shards), extra_args)
+        check_elementwise(tx, names, (updates, params), (shards, param_shards), extra_args)
         update_shards, inner_state = tx.update(shards, state.inner.value, param_shards, **extra_args)
         gathered = _gather_leaves(jax.tree.leaves(update_shards), [leaf.shape for leaf in leaves], axis_name)
         return treedef.unflatten(gathered), ShardUpdatesState(PerDevice(inner_state))

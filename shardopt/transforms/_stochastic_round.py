@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from shardopt.core._arguments import check_count, check_params, check_transformation
+from shardopt.core._errors import calling
 from shardopt.core._types import PyTree
 
 CALLER = "stochastic_round"
@@ -26,6 +27,7 @@ class StochasticRoundState(NamedTuple):
     inner: PyTree
 
 
+@calling(CALLER)
 def stochastic_round(inner: optax.GradientTransformation, *, seed: int = 0) -> optax.GradientTransformationExtraArgs:
     """Round bfloat16 parameters up or down at random after each step, so that small updates are not lost.
 
@@ -63,15 +65,16 @@ def stochastic_round(inner: optax.GradientTransformation, *, seed: int = 0) -> o
     References:
       Zamirai, Zhang, Aberger and De Sa, "Revisiting BFloat16 Training", 2020, section 4.1.
     """
-    tx = check_transformation(CALLER, "inner", inner)
-    check_count(CALLER, "seed", seed, minimum=0)
+    tx = check_transformation("inner", inner)
+    check_count("seed", seed, minimum=0)
 
     def init(params):
         key = jax.random.key_data(jax.random.key(seed))
         return StochasticRoundState(key, jnp.zeros((), jnp.int32), tx.init(_widen(params)))
 
+    @calling(CALLER)
     def update(updates, state, params=None, **extra_args: Any):
-        params = check_params(CALLER, params)
+        params = check_params(params)
         inner_updates, inner_state = tx.update(_widen(updates), state.inner, _widen(params), **extra_args)
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         leaves, treedef = jax.tree.flatten(inner_updates)

@@ -1,13 +1,11 @@
 """The table of what to use says what the README says, whose table is checked against the strategies."""
 
 import re
-from pathlib import Path
 
 import pytest
+from support.paths import ROOT
 
 import shardopt as so
-
-ROOT = Path(__file__).parents[2]
 
 
 def rows(path, column):

@@ -4,20 +4,21 @@ import dataclasses
 import re
 import shlex
 import subprocess
-from pathlib import Path
 
 import jax
 import optax
 import pytest
 import yaml
+from support.paths import ROOT
 
 from shardopt.cli._commands import LaunchOptions, parse, split_words
 from shardopt.cli._models import model_of
 from shardopt.cli._options import TrainOptions
 from shardopt.cli._strategy import check_strategy, fitted, make_strategy, mesh_of
 
-ROOT = Path(__file__).parents[2]
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+pytestmark = pytest.mark.fast
+
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 
 
 def blocks(language):

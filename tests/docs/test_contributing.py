@@ -1,18 +1,18 @@
 """CONTRIBUTING is followed as it stands: its reducer, its schedule and its strategy do what theirs do."""
 
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.paths import ROOT
 
 import shardopt as so
 from shardopt.hlo import audit
 
-TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -91,12 +91,12 @@ def test_the_option_it_shows_is_in_three_files_as_shown():
     blocks = re.findall(r"^   ```py\n   # (\S+)\n(.*?)^   ```", TEXT, re.DOTALL | re.MULTILINE)
     assert len(blocks) == 3
     for path, shown in blocks:
-        lines = (Path(__file__).parents[2] / path).read_text().splitlines()
+        lines = (ROOT / path).read_text().splitlines()
         assert [line for line in shown.splitlines() if line.removeprefix("   ") not in lines] == [], path
 
 
 def test_the_files_it_sends_people_to_are_there():
-    root = Path(__file__).parents[2]
+    root = ROOT
     paths = re.findall(r"`((?:shardopt|tests|docs|benchmarks)/[\w./*]*)`", TEXT)
     assert len(paths) > 10
     for path in paths:

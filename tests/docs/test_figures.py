@@ -5,11 +5,10 @@ import json
 import re
 import statistics
 import sys
-from pathlib import Path
+
+from support.paths import ROOT
 
 import shardopt as so
-
-ROOT = Path(__file__).parents[2]
 
 
 def page(name):
@@ -40,7 +39,7 @@ def test_the_table_of_schedules_is_what_they_say():
 
 def test_the_times_of_schedules_are_those_of_their_compiled_passes():
     known = results("schedules")["schedules"]
-    found = rows("schedules.md", "by these passes")
+    found = rows("notes/pipelines.md", "by these passes")
     assert [name for name, *_ in found] == list(known)
     for name, *told, kept in found:
         step = known[name]["step"]
@@ -53,20 +52,20 @@ def test_the_times_of_schedules_are_those_of_their_compiled_passes():
             assert known[name]["passes"]["permutes_beside_passes"] == expected, name
     split, whole = (known[name]["passes"] for name in ("zero_bubble_lockstep", "eager_one_f_one_b"))
     told = [split[kind]["seconds"] for kind in ("forward", "backward", "weight")] + [whole["backward"]["seconds"]]
-    assert rows("schedules.md", "a pass")[0][1:] == [f"{1e3 * seconds:.1f}" for seconds in told]
+    assert rows("notes/pipelines.md", "a pass")[0][1:] == [f"{1e3 * seconds:.1f}" for seconds in told]
     flops = [split[kind]["flops"] for kind in ("forward", "backward", "weight")] + [whole["backward"]["flops"]]
-    assert rows("schedules.md", "a pass")[1][1:] == [f"{count / 1e12:.2f}" for count in flops]
+    assert rows("notes/pipelines.md", "a pass")[1][1:] == [f"{count / 1e12:.2f}" for count in flops]
     assert {split[kind]["flops"] for kind in ("forward", "backward", "weight")} == {whole["backward"]["flops"] / 2}
 
 
 def test_losses_of_compressed_runs():
     contenders = results("convergence")["contenders"]
     names = {"`exact(jnp.bfloat16)`": "bf16", "`int8()`": "int8"}
-    for reducer, *told in rows("benchmarks.md", "reducer"):
+    for reducer, *told in rows("notes/convergence.md", "reducer"):
         keys = [f"{names.get(reducer, reducer.strip('`'))}, {how}" for how in ("error feedback", "none", "no warm-up")]
         assert told == [f"{contenders[key]['ratio']:.3f}" if key in contenders else "" for key in keys]
         assert [len(contenders[key]["losses"]) for key in keys if key in contenders][:2] == [3, 1]
-    text = page("benchmarks.md")
+    text = page("notes/convergence.md")
     for start, name in (
         ("outer momentum ends at ", "DiLoCo"),
         ("published 0.9 at ", "DiLoCo (momentum 0.9)"),
@@ -77,7 +76,7 @@ def test_losses_of_compressed_runs():
 
 
 def test_ratios_of_times():
-    text = page("benchmarks.md")
+    text = page("notes/overhead.md")
     overhead, peers = results("overhead"), results("peers")["cpu"]["128x4"]
     ddp, fsdp = (overhead[name]["median_ratio"] for name in ("ddp", "fsdp"))
     assert f"median ratio {ddp:.3f} for ddp, {fsdp:.3f} for fsdp" in text
@@ -86,6 +85,8 @@ def test_ratios_of_times():
     for name, row in results("separability_cost")["models"].items():
         view, seconds = row["view"].replace("_", "-"), f"{row['seconds without']:.2f} | {row['seconds with']:.2f}"
         assert f"| {name} | {view} | {seconds} | {row['median_ratio']:.2f} |" in text
+
+    text = page("notes/peers.md")
 
     def against(rival, group="processes"):
         return [value for key, value in peers[group]["speed_ratios"].items() if re.search(f"/ {rival}", key)]
@@ -115,8 +116,8 @@ def test_ratios_of_times():
 
 
 def test_optimizers_of_matrices():
-    found, text = results("matrices"), page("benchmarks.md")
-    for name, rate, loss, share in rows("benchmarks.md", "optimizer"):
+    found, text = results("matrices"), page("notes/matrices.md")
+    for name, rate, loss, share in rows("notes/matrices.md", "optimizer"):
         row = found["runs"][name.strip("`")]
         told = f"{row['learning_rate']:g}", f"{statistics.mean(row['loss']):.3f}", f"{row['mean_share']:.2f}"
         assert (rate, loss, share) == told, name
@@ -127,9 +128,9 @@ def test_optimizers_of_matrices():
 
 
 def test_muon_beside_torch():
-    found, text = results("peers_muon")["sizes"], page("benchmarks.md")
+    found, text = results("peers_muon")["sizes"], page("notes/matrices.md")
     names = {"AdamW, fsdp": "fsdp", "matrices": "muon", "within": "muon_within", "bf16": "muon", "fp32": "muon_fp32"}
-    for who, how, *told in rows("benchmarks.md", "fsdp + Muon"):
+    for who, how, *told in rows("notes/matrices.md", "fsdp + Muon"):
         name = f"{who} {names[how]}"
         expected = []
         for size in found.values():
@@ -152,7 +153,7 @@ def test_muon_beside_torch():
 def test_moments_in_8_bits():
     found = results("eight_bit")["runs"]
     rounded, plain = found["8 bits"], found["fp32"]
-    text, share = page("benchmarks.md"), rounded["state_bytes"] / plain["state_bytes"]
+    text, share = page("notes/convergence.md"), rounded["state_bytes"] / plain["state_bytes"]
     assert f"ends at {rounded['ratio']:.3f} times the loss" in text
     assert f"takes {share:.2f} of the bytes" in text
     assert rounded["ratio"] < 1.01
@@ -160,7 +161,7 @@ def test_moments_in_8_bits():
 
 def test_work_of_pipelines():
     found = results("pipeline")
-    told = rows("benchmarks.md", "work of a step over no pipeline's")
+    told = rows("notes/pipelines.md", "work of a step over no pipeline's")
     columns = [(part, size) for part in ("keeping", "recomputing") for size in ("large", "small")]
     names = list(found["keeping"]["large"]["runs"])[1:]
     assert [name for name, *_ in told] == names
@@ -168,14 +169,14 @@ def test_work_of_pipelines():
         assert cells == [f"{found[part][size]['runs'][name]['of_plain']:.2f}" for part, size in columns], name
     assert max(row["ratio"] for row in found["program"].values()) < 1.004
     left = {name: f"{size / 1e6:.1f}" for name, size in found["passes"]["bytes"].items()}
-    text = page("benchmarks.md")
+    text = page("notes/pipelines.md")
     assert f"B leaves {left['backward']} MB, and W reads these and {left['forward for weight']} of the" in text
     assert f"of the {left['forward']} MB that the forward leaves" in text
     assert found["passes"]["operations"]["repeated"] < 0.001
 
 
 def test_asynchronous_runs():
-    text = page("benchmarks.md")
+    text = page("notes/asynchronous.md")
     slow = results("stragglers")["runs"]["one slower"]["None"]
     told = (
         f"{slow['ratio']:.2f} times the pushes",
@@ -189,7 +190,7 @@ def test_asynchronous_runs():
 
 
 def test_restarts():
-    found, text = results("restarts"), page("benchmarks.md")
+    found, text = results("restarts"), page("notes/restarts.md")
     step, lost = found["first new step"], found["steps lost"]
     assert f"comes after {step['memory']:.1f} s from memory" in text
     assert f"after {step['disk']:.1f} s from the disk" in text
@@ -200,7 +201,7 @@ def test_restarts():
 
 
 def test_what_the_tpu_compiler_says():
-    compiled, found = results("pod")["compiles"], rows("planning.md", "model")
+    compiled, found = results("pod")["compiles"], rows("notes/tpu_compiler.md", "model")
     assert len(found) == 16
     cells = {tuple(row[3:]) for row in found}
     for one in compiled:
@@ -215,19 +216,19 @@ def test_what_the_tpu_compiler_says():
 
 
 def test_long_rows():
-    text = page("benchmarks.md")
+    text = page("notes/long_rows.md")
     found = {(row["length"], row["context"]): row for row in results("long_context")}
     for (length, context), row in found.items():
         memory = f"{row['peak_bytes'] / 1e9:.1f} of {row['hbm_bytes'] / 1e9:.0f}"
         assert f"| {row['topology']} | {length:,} | {context} | {row['rows']} | {memory} |" in text
         assert f"| {row['step_milliseconds'] / 1e3:.2f} s |" in text
-    told = page("data_parallel.md")
+    told = page("long_sequences.md")
     assert f"131,072 tokens fits on 64 v5p chips at {found[131_072, 8]['peak_bytes'] / 1e9:.0f} GB" in told
     assert f"a million on 512 at {found[1_048_576, 64]['peak_bytes'] / 1e9:.0f} GB" in told
 
 
 def test_predictions():
-    text, pod = page("planning.md"), results("pod")
+    text, pod = page("notes/predictions.md"), results("pod")
     for held_out, told in ((False, "21 of 21"), (True, "8 of 10")):
         ratios = [row["memory_ratio"] for row in pod["memory"] if row["held_out"] is held_out]
         worst = max(ratios, key=lambda ratio: abs(ratio - 1))
@@ -242,7 +243,7 @@ def test_predictions():
 
 
 def test_the_losses_of_experts_are_those_of_the_benchmark():
-    found, text = results("experts"), page("experts.md")
+    found, text = results("experts"), page("notes/experts.md")
     assert all(found["claims"].values())
     losses = {name: [f"{run['loss']:.3f}" for run in one["runs"]] for name, one in found["contenders"].items()}
     for name in ("experts, biases", "experts, loss", "dense"):
@@ -258,13 +259,13 @@ def test_what_the_tpu_compiler_says_of_experts(monkeypatch):
     cells = importlib.import_module("experts_pod").cells
     for name in ("common", "beside_maxtext", "experts_pod"):
         del sys.modules[name]
-    assert rows("experts.md", "compiled") == [cells(name, row["shardopt"]) for name, row in found.items()]
+    assert rows("notes/experts.md", "compiled") == [cells(name, row["shardopt"]) for name, row in found.items()]
     for name, row in found.items():
         one = row["shardopt"]
         assert abs(one["memory_ratio"] - 1) < 0.05, name
         assert abs(one["arguments_ratio"] - 1) < 1e-3, name
         assert max(one["weights_ratio"], one["flops_ratio"], one["active_ratio"]) < 1.05, name
-    text, rest = page("experts.md"), [row["shardopt"] for row in found.values()]
+    text, rest = page("notes/experts.md"), [row["shardopt"] for row in found.values()]
     active = "{:.2f} (Mixtral) and {:.2f} (DeepSeek-V3)".format(*(rest[i]["active_ratio"] for i in (0, -1)))
     assert f"a step has {active} times the active flops" in text
     overlap = rest[-1]["tile_overlap"]
@@ -293,6 +294,42 @@ def test_what_the_tpu_compiler_says_of_experts(monkeypatch):
 
 def test_what_uneven_experts_cost():
     found = results("expert_loads")
-    for name, *told in rows("experts.md", "loads of"):
+    for name, *told in rows("notes/experts.md", "loads of"):
         row = found[name]
         assert told == [f"{row[key]:.2f}" for key in ("slowdown", "with_copies", "chance")], name
+
+
+def test_the_page_of_all_benchmarks_in_short():
+    text = page("benchmarks.md")
+    losses = results("convergence")["contenders"]
+    eight_bit = results("eight_bit")["runs"]
+    share = eight_bit["8 bits"]["state_bytes"] / eight_bit["fp32"]["state_bytes"]
+    tokens = results("matrices")["runs"]
+    muon = [size["ratios"]["shardopt muon / torch muon"] for size in results("peers_muon")["sizes"].values()]
+    step = results("restarts")["first new step"]
+    slow = results("stragglers")["runs"]["one slower"]["None"]["ratio"]
+    work = [row["of_plain"] for name, row in list(results("pipeline")["keeping"]["large"]["runs"].items())[1:]]
+    proof = [row["median_ratio"] - 1 for row in results("separability_cost")["models"].values()]
+    mixtral = results("experts_pod")["mixtral-8x7b v5p:4x4x4 expert=1"]
+    compiled = [
+        row
+        for name, row in results("beside_maxtext").items()
+        if "=" not in name and ("4x4x4" in name or "8x8 " in name)
+    ]
+    compiled = [row for row in compiled if row["ratio"] < 0.95]
+    told = [
+        f"error feedback with `int8` | held-out loss times {losses['int8, error feedback']['ratio']:.3f}",
+        f"DiLoCo, H = 50, four replicas | held-out loss times {losses['DiLoCo']['ratio']:.3f}",
+        f"held-out loss times {eight_bit['8 bits']['ratio']:.3f}, {share:.2f} of the bytes",
+        f"on {tokens['muon']['mean_share']:.2f} and {tokens['soap']['mean_share']:.2f} of the tokens",
+        f"{muon[0]:.2f} and {muon[1]:.2f} of the time of torch's Muon",
+        f"back after {step['memory']:.1f} s from memory, and after {step['disk']:.1f} s from the disk",
+        f"makes {slow:.2f} times the pushes",
+        f"{min(work):.2f} to {max(work):.2f} of the work",
+        f"0% to {max(proof):.0%} of it",
+        f"takes {mixtral['shardopt']['seconds'] / mixtral['maxtext']['seconds']:.2f} of MaxText's time on v5p",
+        f"takes {min(row['ratio'] for row in compiled):.2f} to {max(row['ratio'] for row in compiled):.2f} of MaxText's time",
+        f"in {min(row['memory_ratio'] for row in compiled):.2f} to {max(row['memory_ratio'] for row in compiled):.2f} of its",
+    ]
+    for words in told:
+        assert words in text, words

@@ -5,9 +5,9 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from support.paths import ROOT
 
 import shardopt
 from shardopt import (
@@ -28,7 +28,6 @@ from shardopt import (
 )
 from shardopt.models import gpt, moe
 
-ROOT = Path(__file__).parents[2]
 ROOMS = {
     "": (shardopt, shardopt.__all__),
     "checkpoint.": (checkpoint, checkpoint.__all__),
@@ -37,7 +36,7 @@ ROOMS = {
     "hlo.": (hlo, hlo.__all__),
     "interop.": (interop, interop.__all__),
     "models.": (models, models.__all__),
-    "models.gpt.": (gpt, ["GPTConfig", "init", "matrices", "model", "num_parameters", "rules"]),
+    "models.gpt.": (gpt, ["GPTConfig", "init", "logits_of", "matrices", "model", "num_parameters", "rules"]),
     "models.moe.": (
         moe,
         [
@@ -50,7 +49,6 @@ ROOMS = {
             "model",
             "num_parameters",
             "rules",
-            "sample",
         ],
     ),
     "nn.": (nn, nn.__all__),

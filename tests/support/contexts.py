@@ -49,7 +49,7 @@ def on_one_device(batch, causal, window):
 
 
 def program(mesh, batch, **how):
-    """Return the function of a batch in the per-device view, as the engine makes it: tensor is left to the partitioner."""
+    """Return the function of a batch in the per-device view, as the step makes it: tensor is left to the partitioner."""
     spec = PartitionSpec("data", "context")
     specs = {name: PartitionSpec(*spec[: leaf.ndim]) for name, leaf in batch.items()}
     manual = frozenset(MESH_AXES) - ({"tensor"} if mesh.shape["tensor"] > 1 else set())

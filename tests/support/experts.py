@@ -105,7 +105,7 @@ def on_one_device(args, **how):
 
 
 def program(mesh, args, *, travels=True, **how):
-    """Return results in the per-device view, as the engine makes it: gradients of what is replicated are summed."""
+    """Return results in the per-device view, as the step makes it: gradients of what is replicated are summed."""
     rows = ("data", "expert")
     of_expert = PartitionSpec("expert" if travels else None)
     tokens, replicated = PartitionSpec(rows, "context"), PartitionSpec()

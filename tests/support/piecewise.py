@@ -15,7 +15,7 @@ import numpy as np
 
 import shardopt as so
 from shardopt.core._types import abstract
-from shardopt.engine._separable import find_mixing
+from shardopt.losses._separable import find_mixing
 
 TOLERANCE = 1e-9
 """The largest relative difference of results that count as equal."""
@@ -48,7 +48,7 @@ class Comparison(NamedTuple):
     @property
     def separable(self) -> bool:
         """Whether the whole batch gives the same as its pieces together."""
-        return self.error is None and all(one <= TOLERANCE for one in self.differences.values())
+        return self.error is None and all(difference <= TOLERANCE for difference in self.differences.values())
 
     @property
     def undecided(self) -> bool:
@@ -59,6 +59,11 @@ class Comparison(NamedTuple):
             and len(decided) < len(self.differences)
             and all(difference <= TOLERANCE for difference in decided)
         )
+
+    @property
+    def differs(self) -> bool:
+        """Whether some result is shown to differ."""
+        return not self.separable and not self.undecided
 
 
 @contextlib.contextmanager

@@ -1,0 +1,115 @@
+"""`shardopt verify`: check strategies, kernels and predictions on the devices at hand. It needs no extras."""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from shardopt.core._errors import calling, error_text, plural
+from shardopt.core._extras import is_installed
+from shardopt.runtime._processes import end_at_once
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifyOptions:
+    """Compare every strategy, mesh and kernel that fits with one device, on the devices at hand.
+
+    It also compares predicted with measured memory, bytes and seconds, checks that all devices compute the same bits,
+    and times collectives. The exit code is 0 if all rows that can run here passed, and 1 if a row failed. It is 2 for an
+    error in the request, and 3 if no row failed but the time was over before all rows ran.
+    """
+
+    minutes: float = 10.0
+    """No row begins after this time; the most important rows run first."""
+
+    devices: int = 8
+    """How many CPU devices to simulate if there is no accelerator. Otherwise all accelerators are used."""
+
+    only: str = ""
+    """Run only the rows whose group and name contain this text, such as "training: fsdp" or "kernels"."""
+
+    output: Path = Path("verify.json")
+    """File for the results as JSON."""
+
+
+def parse_verify(words: Sequence[str]) -> VerifyOptions:
+    """Return the options in the words, without the packages of the extra cli."""
+    parser = argparse.ArgumentParser("shardopt verify", description=VerifyOptions.__doc__)
+    for field in dataclasses.fields(VerifyOptions):
+        parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
+    return VerifyOptions(**vars(parser.parse_args(words)))
+
+
+def run_without_extras(words: Sequence[str]) -> int:
+    """Run the command where the packages of the extra cli are not installed, and return its exit code."""
+    try:
+        return verify(parse_verify(words))
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        end_at_once(2)
+        return 2
+
+
+@calling("verify")
+def verify(options: VerifyOptions) -> int:
+    """Run the rows, print a line for each, write the JSON, and return the exit code."""
+    if not options.minutes > 0:
+        problem = f"--minutes must be positive, got {options.minutes:g}."
+        raise ValueError(error_text(problem))
+    if not options.output.parent.is_dir():
+        problem = f"the folder of --output {options.output} does not exist."
+        raise ValueError(error_text(problem, fix=f"mkdir -p {options.output.parent}, or name another file."))
+    import jax
+
+    from shardopt.runtime._devices import start_devices
+    from shardopt.verify import Result, Row, all_rows, run_rows
+
+    devices = start_devices(options.devices)
+    rows = [row for row in all_rows(devices) if options.only in f"{row.group}: {row.name}"]
+    if not rows:
+        problem = f"no row contains {options.only!r}."
+        groups = ", ".join(dict.fromkeys(row.group for row in all_rows(devices)))
+        raise ValueError(error_text(problem, fix=f"use a group, such as {groups}, or a part of a name."))
+    with _screen(jax.process_index() == 0) as (show, show_current):
+        processes = plural(jax.process_count(), "process")
+        show(f"{len(devices)} x {devices[0].device_kind}, {processes}, jax {jax.__version__}", "")
+        show(_line("status", "group", "row", "measured"), "")
+
+        def begin_row(row: Row) -> None:
+            show_current(f"{row.group}: {row.name}")
+
+        def end_row(result: Result) -> None:
+            show(_line(result.status, result.group, result.name, result.detail), _COLOURS.get(result.status, "yellow"))
+
+        report = run_rows(rows, devices, seconds=60 * options.minutes, begin_row=begin_row, end_row=end_row)
+        counts = ", ".join(f"{count} {status}" for status, count in report.counts.items())
+        show(f"{counts}; {report.seconds:.0f} s; exit code {report.exit_code}; {options.output}", "bold")
+    if jax.process_index() == 0:
+        options.output.write_text(json.dumps(report.to_json(devices), indent=2) + "\n")
+    return report.exit_code
+
+
+_COLOURS = {"passed": "green", "failed": "bold red"}
+
+
+def _line(status: str, group: str, name: str, detail: str) -> str:
+    return f"{status:21} {group:12} {name:58} {detail}"
+
+
+@contextlib.contextmanager
+def _screen(is_shown: bool) -> Iterator[tuple[Callable[[str, str], None], Callable[[str], None]]]:
+    """Give a function that prints a line in a style, and one that shows the current row while it runs."""
+    if not (is_shown and is_installed("rich")):
+        yield (lambda text, style: print(text, flush=True) if is_shown else None), lambda text: None
+        return
+    from rich.console import Console
+
+    # in a notebook rich would take a pipe for a terminal
+    console = Console(highlight=False, force_terminal=sys.stdout.isatty())
+    with console.status("") as status:
+        yield (lambda text, style: console.print(text, style=style, markup=False, soft_wrap=True)), status.update

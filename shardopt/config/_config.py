@@ -1,0 +1,248 @@
+"""The checked arguments of a strategy: one config drives the whole step."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from shardopt.config._axes import AxisTable, axes_of
+from shardopt.config._compiler_options import CompilerOptions
+from shardopt.config._options import OPTIONS, BatchDims, OptStateLayout, SequenceDims, View
+from shardopt.config._sync import SyncConfig
+from shardopt.config._user_mesh import Axes, UserMesh
+from shardopt.core._block_model import LossFn
+from shardopt.core._types import PyTree, Rules
+from shardopt.partition import Report
+from shardopt.pipeline import Schedule
+from shardopt.reducers import Reducer
+
+
+class Placement(NamedTuple):
+    """The placement table: whether parameters, gradients and optimizer state are sharded over data, or replicated.
+
+    The collectives of a strategy follow from these three switches:
+
+    - `params`: parameters are gathered inside the differentiated function, so the backward pass reduce-scatters.
+    - `grads` but not `params`: each micro-batch's gradient is reduce-scattered.
+    - `opt_state` but not `grads`: the accumulated gradient is reduce-scattered once; after the update the
+      parameters are gathered.
+    - none of them: the accumulated gradient is all-reduced once.
+
+    A replica axis holds copies; gradients (or their shards) are summed over it once a step.
+    """
+
+    params: bool
+    grads: bool
+    opt_state: bool
+
+
+DDP = Placement(params=False, grads=False, opt_state=False)
+ZERO_1 = Placement(params=False, grads=False, opt_state=True)
+ZERO_2 = Placement(params=False, grads=True, opt_state=True)
+ZERO_3 = Placement(params=True, grads=True, opt_state=True)
+"""Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020."""
+
+STAGES = {1: ZERO_1, 2: ZERO_2, 3: ZERO_3}
+
+PlacementName = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
+
+PLACEMENTS: dict[str, Placement] = {"ddp": DDP, "zero1": ZERO_1, "zero2": ZERO_2, "zero3": ZERO_3, "fsdp": ZERO_3}
+"""Placement names of `hybrid` -> placement."""
+
+
+def _no_report(abstract_params: PyTree = None) -> Report:
+    raise NotImplementedError("the report is that of a built strategy: opt.config.report().")
+
+
+class LayoutOptions(NamedTuple):
+    """Options that say where every leaf of the train state lives.
+
+    Attributes:
+      blocks_per_stage: [V], the number of blocks of each virtual stage of a pipeline; None to divide them evenly.
+    """
+
+    rules: Rules = ()
+    min_shard_elements: int = 1
+    frozen: Sequence[str] = ()
+    expert_leaves: Sequence[str] = ()
+    opt_state_layout: OptStateLayout = "within"
+    blocks_per_stage: tuple[int, ...] | None = None
+
+
+class LossOptions(NamedTuple):
+    """Options that say how the loss runs.
+
+    Attributes:
+      loss_fn: the loss, or a `BlockModel`.
+      remat: whether a pipeline keeps only the input of each chunk.
+    """
+
+    loss_fn: LossFn
+    evaluate_fn: LossFn | None = None
+    micro_batches: int = 1
+    view: View = "auto"
+    separable: bool | None = None
+    remat: bool = False
+
+
+class BatchOptions(NamedTuple):
+    """Options that say which dims of a batch are split."""
+
+    batch_dims: BatchDims = ()
+    sequence_dims: SequenceDims = ()
+
+
+class WireOptions(NamedTuple):
+    """Options that say how parameters and gradients travel between devices.
+
+    Attributes:
+      regather: whether a pipeline gathers a block's weights in every pass, rather than once a step.
+    """
+
+    gather_dtype: jax.typing.DTypeLike | None = None
+    scatter_dtype: jax.typing.DTypeLike | None = None
+    reducer: Reducer | None = None
+    regather: bool = True
+
+
+class UpdateOptions(NamedTuple):
+    """Options that say how an update runs.
+
+    Attributes:
+      tx: the optax transformation.
+    """
+
+    tx: optax.GradientTransformation
+    offload: Sequence[str] = ()
+
+
+RECORDS = {
+    "layout": LayoutOptions,
+    "loss": LossOptions,
+    "batch": BatchOptions,
+    "wire": WireOptions,
+    "update": UpdateOptions,
+}
+RECORD_OF = {field: name for name, record in RECORDS.items() for field in record._fields}
+"""Field of a record of options -> the name of the record in `StrategyConfig`."""
+
+
+class StrategyConfig(NamedTuple):
+    """The checked arguments of a strategy. A function takes the records that it reads.
+
+    A field that is not described is the option of the same name, which `shardopt.config._options` describes.
+
+    Attributes:
+      strategy: the function that the user called, for messages.
+      mesh: the user's mesh. After the check: the same devices with our axis names, all Auto; `user_mesh` is the user's.
+      placement: which of parameters, gradients and optimizer state are sharded over data.
+      loss: how the loss runs.
+      update: how an update runs.
+      layout: where every leaf lives.
+      batch: which dims of a batch are split.
+      wire: how parameters and gradients travel.
+      schedule: of a pipeline; None if every device runs its micro-batches one after another.
+      local_updates: how replicas that train by themselves synchronize; None in a synchronous strategy. Each replica then
+        has its own parameters and optimizer state, stacked along a first dim.
+      sync_gradients: whether gradients are averaged over replicas that have their own parameters, as in a warm-up.
+      axis_names: the option `axes`.
+      user_mesh: where state, batch and metrics live; None until checked.
+      report: `report(abstract_params=None)`, the placement of every leaf, by default for the last parameters.
+    """
+
+    strategy: str
+    mesh: Mesh
+    placement: Placement
+    loss: LossOptions
+    update: UpdateOptions
+    layout: LayoutOptions = LayoutOptions()
+    batch: BatchOptions = BatchOptions()
+    wire: WireOptions = WireOptions()
+    schedule: Schedule | None = None
+    local_updates: SyncConfig | None = None
+    sync_gradients: bool = False
+    compiler_options: CompilerOptions | None = None
+    axis_names: Axes | None = None
+    user_mesh: UserMesh | None = None
+    report: Callable[..., Report] = _no_report
+
+    def replace(self, **fields: Any) -> "StrategyConfig":
+        """Return the config with new values of fields, each in the record that has it."""
+        config = self
+        for field, value in fields.items():
+            record = RECORD_OF.get(field)
+            changed = {field: value} if record is None else {record: getattr(config, record)._replace(**{field: value})}
+            config = config._replace(**changed)
+        return config
+
+    def option(self, field: str) -> Any:
+        """Return the value of a field, from the record that has it."""
+        return getattr(getattr(self, RECORD_OF[field]) if field in RECORD_OF else self, field)
+
+    @property
+    def mesh_shape(self) -> dict[str, int]:
+        """Mesh axis name -> size."""
+        return dict(self.mesh.shape)
+
+    @property
+    def home(self) -> UserMesh:
+        """The user's mesh, on which state, batch and metrics live."""
+        assert self.user_mesh is not None
+        return self.user_mesh
+
+    @property
+    def has_global_view(self) -> bool:
+        """Whether the loss may run on the whole batch: a pipeline, a reducer and `scatter_dtype` need each device's gradient."""
+        is_possible = self.schedule is None and self.wire.reducer is None and self.wire.scatter_dtype is None
+        return is_possible and self.loss.view != "per_device"
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether a pipeline gathers the weights of its blocks, and scatters their gradients, once a step."""
+        return self.placement.params and not self.wire.regather
+
+    @property
+    def per_replica(self) -> bool:
+        """Whether each replica has its own parameters."""
+        return self.local_updates is not None
+
+    @property
+    def of_evaluation(self) -> "StrategyConfig":
+        """The config of evaluation: with `evaluate_fn` as its loss, and with parameters that all replicas share."""
+        loss_fn = self.loss.loss_fn if self.loss.evaluate_fn is None else self.loss.evaluate_fn
+        return self.replace(loss_fn=loss_fn, local_updates=None)
+
+    @property
+    def axes(self) -> AxisTable:
+        """The axis table of this mesh: the axes of rows and positions, and the axes that gradients are summed over."""
+        return axes_of(
+            self.mesh,
+            pipelined=self.schedule is not None,
+            per_replica=self.per_replica,
+            sync_gradients=self.sync_gradients,
+        )
+
+    @property
+    def num_pieces(self) -> int:
+        """The number of pieces of the batch of one gradient: the devices that share the batch times micro-batches."""
+        return self.axes.num_shares * self.loss.micro_batches
+
+    @property
+    def num_row_pieces(self) -> int:
+        """The number of pieces of its rows: the devices along the axes of rows times micro-batches."""
+        return self.axes.num_row_shares * self.loss.micro_batches
+
+
+def configure(
+    strategy: str,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    loss_fn: LossFn,
+    placement: Placement,
+    options: Mapping[str, Any],
+) -> StrategyConfig:
+    """Return the config of a strategy from the options that its user passed."""
+    fields = {OPTIONS[name].field or name: value for name, value in options.items()}
+    return StrategyConfig(strategy, mesh, placement, LossOptions(loss_fn), UpdateOptions(tx)).replace(**fields)

@@ -1,0 +1,196 @@
+"""The placement of every leaf of a train state, computed once per parameter structure."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardopt.config._compression import (
+    CompressedOptState,
+    CompressionPlan,
+    compression_plan,
+    compression_specs,
+    init_compression,
+)
+from shardopt.config._config import StrategyConfig
+from shardopt.core._block_model import BLOCKS, as_block_model
+from shardopt.core._errors import calling, format_error, plural
+from shardopt.core._types import PyTree, TrainState, TreeDef, leaves_with_paths
+from shardopt.partition import COLUMNS, LeafPlan, owned_by_blocks, plan_leaves, shard_axes, state_specs
+from shardopt.pipeline import Schedule
+from shardopt.pipeline._cut import Counts, cut_blocks, is_even
+
+_Leaf = TypeVar("_Leaf")
+
+
+class Layout(NamedTuple):
+    """The placement of one parameter structure.
+
+    Attributes:
+      treedef: the structure of the parameters.
+      plans: the `LeafPlan` of each leaf, in the order of the structure.
+      abstract: the train state as shapes and dtypes.
+      specs: the train state as `PartitionSpec`.
+      compression: how gradients go through the config's reducer; None without a reducer.
+      tables: key paths of the leaves that are sharded by columns for `so.nn.embedding`, and not gathered.
+      counts: [V], the number of blocks of each virtual stage of a pipeline; () without a pipeline.
+    """
+
+    treedef: TreeDef
+    plans: tuple[LeafPlan, ...]
+    abstract: TrainState
+    specs: TrainState
+    compression: CompressionPlan | None = None
+    tables: frozenset[str] = frozenset()
+    counts: Counts = ()
+
+    @property
+    def trained(self) -> tuple[LeafPlan, ...]:
+        """The plans of the trainable leaves."""
+        return tuple(plan for plan in self.plans if plan.trainable)
+
+    def trainable(self, params: PyTree) -> PyTree:
+        """Return the parameters with None in place of the frozen leaves."""
+        return _trainable(self.treedef, self.plans, params)
+
+    def merge(self, leaves: Sequence[_Leaf | None], trained: Sequence[_Leaf]) -> PyTree:
+        """Return `leaves` as a parameter tree, with `trained` in place of the trainable leaves."""
+        next_trained = iter(trained)
+        merged = [next(next_trained) if plan.trainable else leaf for leaf, plan in zip(leaves, self.plans, strict=True)]
+        return self.treedef.unflatten(merged)
+
+
+def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
+    """Place a parameter structure by the config; touch no device."""
+    if as_block_model(config.loss.loss_fn) is not None:
+        _check_blocks(config, abstract_params)
+    counts = () if config.schedule is None else _blocks_per_stage(config, config.schedule, abstract_params)
+    tables = _tables(config, abstract_params)
+    with calling(config.strategy):
+        plans = plan_leaves(
+            abstract_params,
+            mesh=config.mesh,
+            rules=config.layout.rules,
+            stacked=as_block_model(config.loss.loss_fn) is not None,
+            pipelined=config.schedule is not None,
+            even=not counts or is_even(counts),
+            min_shard_elements=config.layout.min_shard_elements,
+            tables=tables,
+            expert_leaves=config.layout.expert_leaves,
+            is_trainable=lambda path: not any(re.search(pattern, path) for pattern in config.layout.frozen),
+        )
+    treedef, flat = jax.tree.structure(abstract_params), tuple(jax.tree.leaves(plans))
+    if config.layout.opt_state_layout == "matrices":
+        scattered = not config.placement.params
+        flat = tuple(owned_by_blocks(plan, config.mesh_shape, scattered=scattered) for plan in flat)
+    _check_frozen(config, flat)
+    trainable = _trainable(treedef, flat, abstract_params)
+    opt_state = jax.eval_shape(config.update.tx.init, trainable)
+    trained_paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(trainable)]
+    opt_specs = state_specs(
+        opt_state,
+        list(zip(trained_paths, (plan for plan in flat if plan.trainable), strict=True)),
+        sharded=config.placement.opt_state,
+        axes=shard_axes(config.mesh.shape),
+        sizes=config.mesh_shape,
+        min_shard_elements=config.layout.min_shard_elements,
+    )
+    key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+    param_specs = treedef.unflatten([plan.spec(sharded=config.placement.params) for plan in flat])
+    compression = None
+    if config.wire.reducer is not None:
+        trained = [plan for plan in flat if plan.trainable]
+        compression = compression_plan(config.wire.reducer, config.mesh, config.axes.summed, trained, sharded=False)
+        opt_state = CompressedOptState(opt_state, jax.eval_shape(lambda: init_compression(compression)))
+        opt_specs = CompressedOptState(opt_specs, compression_specs(compression))
+    return Layout(
+        treedef,
+        flat,
+        abstract=TrainState(step, abstract_params, opt_state, key),
+        specs=TrainState(PartitionSpec(), param_specs, opt_specs, PartitionSpec()),
+        compression=compression,
+        tables=frozenset(plan.path for plan in flat if plan.path in tables and plan.dim == COLUMNS),
+        counts=counts,
+    )
+
+
+def shardings(mesh: Mesh, specs: PyTree) -> PyTree:
+    """Return a tree of `NamedSharding` from one of `PartitionSpec`."""
+    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+
+
+def _trainable(treedef: TreeDef, plans: Sequence[LeafPlan], params: PyTree) -> PyTree:
+    leaves = zip(treedef.flatten_up_to(params), plans, strict=True)
+    return treedef.unflatten([leaf if plan.trainable else None for leaf, plan in leaves])
+
+
+def _check_blocks(config: StrategyConfig, params: PyTree) -> None:
+    fix = 'pass {"blocks": leaves stacked [L, ...], **outer}; jax.tree.map(lambda *x: jnp.stack(x), *blocks) stacks.'
+    if not isinstance(params, Mapping) or BLOCKS not in params:
+        problem = "the parameters of a BlockModel must be a dict with 'blocks'."
+        raise ValueError(format_error(config.strategy, problem, fix=fix))
+    leaves = leaves_with_paths(params[BLOCKS])
+    counts = {leaf.shape[:1] for _, leaf in leaves}
+    if len(counts) != 1 or counts == {()} or isinstance(params[BLOCKS], list | tuple):
+        problem = "the leaves of 'blocks' must be stacked along a first dim of one length."
+        shapes = [f"blocks/{path}: shape {leaf.shape}" for path, leaf in leaves]
+        raise ValueError(format_error(config.strategy, problem, shapes, fix))
+
+
+def _tables(config: StrategyConfig, params: PyTree) -> tuple[str, ...]:
+    """Return the leaves that this strategy leaves sharded by columns.
+
+    Raises:
+      ValueError: if `BlockModel.tables` names a leaf that is not an outer parameter [V, D].
+    """
+    model = as_block_model(config.loss.loss_fn)
+    if model is None or not model.tables:
+        return ()
+    outer = {path: leaf for path, leaf in leaves_with_paths(params) if path.split("/")[0] != BLOCKS}
+    wrong = [repr(path) for path in model.tables if path not in outer or len(outer[path].shape) != 2]
+    if wrong:
+        matrix_paths = [path for path, leaf in outer.items() if len(leaf.shape) == 2]
+        problem = "BlockModel.tables must name outer parameters [V, D]."
+        fix = f"name some of {', '.join(matrix_paths[:8])}." if matrix_paths else "leave tables out."
+        raise ValueError(format_error(config.strategy, problem, wrong, fix))
+    can_shard = config.placement.params and config.loss.view == "per_device" and config.schedule is None
+    return model.tables if can_shard and shard_axes(config.mesh.shape).size > 1 else ()
+
+
+def _blocks_per_stage(config: StrategyConfig, schedule: Schedule, params: PyTree) -> Counts:
+    """Return the number of blocks of each virtual stage.
+
+    Raises:
+      ValueError: if blocks cannot be divided this way, or matrices live on owners, which need equal stages.
+    """
+    num_blocks = jax.tree.leaves(params[BLOCKS])[0].shape[0]
+    if num_blocks == 0:
+        problem = f"there are no blocks to cut into {plural(schedule.num_stages, 'stage')}."
+        raise ValueError(format_error(config.strategy, problem, fix="stack at least one block a stage and chunk."))
+    with calling(config.strategy):
+        counts = cut_blocks(schedule, num_blocks, config.layout.blocks_per_stage)
+    if config.layout.opt_state_layout == "matrices" and not is_even(counts):
+        problem = f"opt_state_layout='matrices' takes stages of equally many blocks, and these have {', '.join(map(str, counts))}."
+        size = len(counts)
+        fix = f"use a multiple of {size} blocks in equal parts, or opt_state_layout='within'."
+        raise ValueError(format_error(config.strategy, problem, fix=fix))
+    return counts
+
+
+def _check_frozen(config: StrategyConfig, plans: tuple[LeafPlan, ...]) -> None:
+    unmatched = [
+        repr(pattern) for pattern in config.layout.frozen if not any(re.search(pattern, plan.path) for plan in plans)
+    ]
+    if unmatched:
+        example_paths = ", ".join(plan.path for plan in plans[:8])
+        problem = f"{plural(len(unmatched), 'pattern')} of frozen matched no parameter."
+        fix = f"match a key path, such as: {example_paths}."
+        raise ValueError(format_error(config.strategy, problem, unmatched, fix))
+    if not any(plan.trainable for plan in plans):
+        problem = f"nothing is trainable among {plural(len(plans), 'parameter leaf')}."
+        raise ValueError(format_error(config.strategy, problem, fix="pass floating leaves that frozen does not match."))

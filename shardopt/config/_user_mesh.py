@@ -1,0 +1,186 @@
+"""The user's own mesh: the names of its axes, and the arrays that live on it.
+
+The step runs on a mesh with our own axis names, with the same devices in the same order and Auto axes. Inputs and
+outputs of the compiled programs (state, batch, metrics) live on the user's mesh, whose shardings are equivalent.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from shardopt.config._axes import TABLE
+from shardopt.core._errors import error_text
+from shardopt.core._types import PyTree, Rules
+from shardopt.mesh import AXES
+
+
+class Axes(NamedTuple):
+    """The axis names of your own mesh: for each role one name, or several names.
+
+    A role without an axis in the mesh has size 1. Several names are one merged axis: `Axes(data=("dp", "fsdp"))` shards
+    over both axes. `Axes(replica="dp", data="fsdp")` copies over dp and shards over fsdp (HSDP).
+
+    Attributes:
+      data: splits rows of the batch, and all leaves that the placement shards.
+      tensor: splits inner dims of leaves, by rule. Rules use the names of the mesh.
+      replica: splits rows of the batch; parameters are copied.
+      pipeline: splits blocks of the model.
+      context: splits positions of sequences; leaves that the placement shards are sharded over data and context together.
+      expert: splits rows of the batch, and the experts of leaves that `expert_leaves` name. Other leaves that the placement
+        shards are sharded over data and expert together.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, shardopt as so
+      >>> mesh = jax.make_mesh((len(jax.devices()), 1), ("dp", "tp"))
+      >>> loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+      >>> opt = so.fsdp(optax.sgd(0.1), mesh, loss_fn, axes=so.Axes(data="dp", tensor="tp"))
+      >>> state = opt.init({"w": jnp.ones((4,))})
+      >>> state.params["w"].sharding.mesh == mesh
+      True
+    """
+
+    data: str | Sequence[str] = "data"
+    tensor: str | Sequence[str] = "tensor"
+    replica: str | Sequence[str] = "replica"
+    pipeline: str | Sequence[str] = "pipeline"
+    context: str | Sequence[str] = "context"
+    expert: str | Sequence[str] = "expert"
+
+
+class UserMesh(NamedTuple):
+    """The user's mesh, and the role of each of its axes.
+
+    Attributes:
+      mesh: the mesh that the user passed.
+      axes: role -> its axes, in the order of the mesh.
+    """
+
+    mesh: Mesh
+    axes: dict[str, tuple[str, ...]]
+
+    @property
+    def auto(self) -> Mesh:
+        """The same mesh with Auto axes."""
+        return Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=(AxisType.Auto,) * self.mesh.devices.ndim)
+
+    def spec(self, spec: PartitionSpec) -> PartitionSpec:
+        """Return a spec of roles as a spec of the user's axes, without axes of size 1."""
+        entries: list[str | tuple[str, ...] | None] = []
+        for entry in spec:
+            roles = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+            named = tuple(axis for role in roles for axis in self._sharded_axes(role))
+            entries.append(named[0] if len(named) == 1 else named or None)
+        return PartitionSpec(*entries)
+
+    def specs(self, specs: PyTree) -> PyTree:
+        """Return a tree of specs of roles as specs of the user's axes."""
+        return jax.tree.map(self.spec, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+    def shardings(self, specs: PyTree) -> PyTree:
+        """Return a tree of specs of roles as `NamedSharding` on the user's mesh."""
+        place = lambda spec: NamedSharding(self.mesh, self.spec(spec))  # noqa: E731
+        return jax.tree.map(place, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+    def rules(self, rules: Rules) -> Rules:
+        """Return rules that name the user's axes as rules that name roles."""
+        if callable(rules):
+            return lambda path, shape: self._roles(rules(path, shape))
+        if isinstance(rules, str | dict) or not isinstance(rules, Sequence):
+            return rules  # refused later
+        return tuple(self._rule(rule) for rule in rules)
+
+    def _rule(self, rule: Any) -> Any:
+        if not isinstance(rule, tuple | list) or len(rule) != 2:
+            return rule  # refused later
+        return rule[0], self._roles(rule[1])
+
+    def _roles(self, spec: PartitionSpec | None) -> PartitionSpec | None:
+        return PartitionSpec(*map(self._role, spec)) if isinstance(spec, PartitionSpec) else spec
+
+    def _role(self, entry: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        named = set(entry) if isinstance(entry, tuple) else {entry}
+        for role, axes in self.axes.items():
+            if named <= set(axes) and named >= set(self._sharded_axes(role)):
+                return role
+        return entry
+
+    def _sharded_axes(self, role: str) -> tuple[str, ...]:
+        return tuple(axis for axis in self.axes.get(role, ()) if self.mesh.shape[axis] > 1)
+
+
+def on_auto_axes(sharding: Any) -> Any:
+    """Return a sharding on Explicit axes as the same sharding on Auto axes; return any other sharding unchanged."""
+    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
+        return sharding
+    assert isinstance(sharding.mesh, Mesh)
+    return NamedSharding(UserMesh(sharding.mesh, {}).auto, sharding.spec)
+
+
+def read_mesh(mesh: Mesh, names: Axes | None, *, pipelined: bool) -> tuple[Mesh, UserMesh]:
+    """Return a mesh with our axis names, every axis that strategies need, all Auto; and the user's mesh.
+
+    Raises:
+      TypeError: if the mesh is not a `Mesh`, or the names are not `Axes`.
+      ValueError: if a name is used twice or is not an axis of the mesh. If the mesh has no axis for data or, pipelined, for
+        pipeline. If an axis above 1 has no role, or the axes of a role are not next to each other.
+    """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(
+            error_text(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. Fix: use so.make_mesh().")
+        )
+    axes = _axes_of_roles(mesh, Axes() if names is None else names)
+    for role in ("data", "pipeline") if pipelined else ("data",):
+        if role not in axes:
+            problem = f"the mesh has axes {mesh.axis_names}, none of them {role!r}."
+            fix = f"make the mesh with so.make_mesh({role}=...), or say which axis it is: axes=so.Axes({role}=...)."
+            raise ValueError(error_text(problem, fix=fix))
+    role_of = {axis: role for role, role_axes in axes.items() for axis in role_axes}
+    known_roles = {role for role, row in TABLE.items() if pipelined or row.splits != "blocks"}
+    for axis, size in mesh.shape.items():
+        if size > 1 and role_of.get(axis) not in known_roles:
+            problem = f"mesh axis {axis!r} (size {size}) is above 1, but nothing is split over it."
+            fix = f"use the axes data, tensor, pipeline, context, expert, replica, or say what it is: axes=so.Axes(data={axis!r})."
+            if axis in role_of:
+                fix = "use so.hybrid, or make the mesh with pipeline=1."
+            raise ValueError(error_text(problem, fix=fix))
+    _check_neighbours(mesh, role_of)
+    # The same devices with all axes, as Auto: jax.make_mesh makes Explicit axes, and the partitioner can only handle the
+    # tensor axis if it is Auto.
+    order = [*dict.fromkeys(role_of[axis] for axis in mesh.axis_names if axis in role_of)]
+    order += [role for role in ("pipeline", "tensor") if role not in order]
+    sizes = [math.prod(mesh.shape[axis] for axis in axes.get(role, ())) for role in order]
+    grid = mesh.devices.reshape(sizes)
+    return Mesh(grid, tuple(order), axis_types=(AxisType.Auto,) * len(order)), UserMesh(mesh, axes)
+
+
+def _axes_of_roles(mesh: Mesh, names: Axes) -> dict[str, tuple[str, ...]]:
+    fix = 'write axes=so.Axes(data="dp", tensor="tp"); several axes of one role as a tuple.'
+    if not isinstance(names, Axes):
+        raise TypeError(error_text(f"axes must be so.Axes, got {names!r}.", fix=fix))
+    axes_of_roles: dict[str, tuple[str, ...]] = {}
+    for role, names_of_role in names._asdict().items():
+        axes = (names_of_role,) if isinstance(names_of_role, str) else names_of_role
+        if not isinstance(axes, Sequence) or not all(isinstance(axis, str) for axis in axes):
+            raise TypeError(error_text(f"axes.{role} must name mesh axes, got {names_of_role!r}.", fix=fix))
+        if names_of_role != role and (missing := [axis for axis in axes if axis not in mesh.axis_names]):
+            problem = f"axes.{role} names {', '.join(map(repr, missing))}, but the mesh has axes {mesh.axis_names}."
+            raise ValueError(error_text(problem, fix="name axes of the mesh."))
+        ordered_axes = tuple(axis for axis in mesh.axis_names if axis in axes)
+        if ordered_axes:
+            axes_of_roles[role] = ordered_axes
+    named_axes = [axis for role_axes in axes_of_roles.values() for axis in role_axes]
+    if repeated := sorted({axis for axis in named_axes if named_axes.count(axis) > 1}):
+        problem = f"mesh axis {', '.join(map(repr, repeated))} has two roles: {names}."
+        raise ValueError(error_text(problem, fix="give each axis one role."))
+    return {role: axes_of_roles[role] for role in AXES if role in axes_of_roles}
+
+
+def _check_neighbours(mesh: Mesh, role_of: dict[str, str]) -> None:
+    order = [role_of[axis] for axis, size in mesh.shape.items() if size > 1]
+    runs = [role for i, role in enumerate(order) if i == 0 or order[i - 1] != role]
+    if separated := [role for role in dict.fromkeys(runs) if runs.count(role) > 1]:
+        problem = f"the axes of {' and '.join(separated)} are not next to each other in the mesh {dict(mesh.shape)}."
+        raise ValueError(error_text(problem, fix="make the mesh with the axes of one role side by side."))

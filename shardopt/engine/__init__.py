@@ -1,1 +1,0 @@
-"""The train step, readable in call order: config, axes, layout, loss, gradients, update, step."""

@@ -1,0 +1,184 @@
+"""The global view of the loss: it sees the whole batch, as on one device, and the partitioner places the collectives."""
+
+import functools
+import warnings
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from shardopt.config._config import StrategyConfig
+from shardopt.config._layout import Layout
+from shardopt.core._block_model import takes_rng
+from shardopt.core._errors import format_error
+from shardopt.core._types import Metric, PyTree, abstract, leaves_with_paths
+from shardopt.losses._batch_dims import FIX_ROWS, num_rows, row_counts, row_dim, shown_leaves
+from shardopt.losses._constraints import cut_by_replica, cut_rows, shard_grads
+from shardopt.losses._loss import loss_of_rows, step_key
+from shardopt.losses._metrics import factor, objective, of_rows, value_of
+from shardopt.losses._parts import Gradients, LossParts
+from shardopt.losses._rows import RowContext, with_rows
+from shardopt.losses._separable import as_gathered, find_mixing
+from shardopt.losses._sums import accumulate, parts_of_micro_batches, scale, sum_parts
+from shardopt.mesh import on_mesh
+
+
+def global_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Gradients]:
+    """Return the function that `make_gradients` returns: the gradient of the loss of the whole batch, for any loss.
+
+    Parameters and gradients are placed as the placement says. In between, sharded leaves are gathered where they are used.
+    If the loss may be cut into micro-batches, they are summed as in the per-device view. If each replica trains by itself,
+    each computes the loss of its own rows.
+    """
+    trained_indices = [i for i, plan in enumerate(layout.plans) if plan.trainable]
+
+    def gradients_of(params, batch, step, rng, replica):
+        count = num_micro_batches(config, layout, batch, training=True)
+
+        def objective_of(train_leaves, rows, key, weights):
+            parts = _loss_of_rows(config, layout, count, layout.merge(params, train_leaves), rows, key)
+            if count == 1:  # with the gradient of the weight, if it has one
+                return value_of(parts.loss), parts
+            return objective(parts.loss, count, weights), parts
+
+        def run_micro_batch(rows, index, weights=None):
+            key = step_key(config, step, rng, index, device=replica)
+            grads, parts = jax.grad(objective_of, has_aux=True)(
+                [params[i] for i in trained_indices], rows, key, weights
+            )
+            return shard(grads), parts
+
+        def sum_weights():
+            key_of = lambda index: step_key(config, step, rng, index, device=replica)  # noqa: E731
+            tree = layout.treedef.unflatten(params)
+            return [x.sum(0) for x in _parts(config, layout, tree, batch, count, key_of).loss.weight]
+
+        def shard(grads):
+            return shard_grads(config, grads, layout.trained)
+
+        grads, parts = accumulate(
+            run_micro_batch, batch, count, shard, sum_weights, functools.partial(cut_rows, config)
+        )
+        parts = _sum_micro_batches(config, parts)
+        if count > 1:
+            grads = [scale(grad, factor(parts.loss, count)) for grad in grads]
+        grads = layout.merge([None] * len(layout.plans), grads)
+        return Gradients(grads, *parts.divided(), parts.updates)
+
+    def gradients(params, batch, step, rng, reducer_state=None):
+        del reducer_state  # reducers need the per-device view
+        params = layout.treedef.flatten_up_to(params)
+        if not config.per_replica:
+            return gradients_of(params, batch, step, rng, 0)
+        (replica,) = config.axes.stacked
+        leaves, assemble = cut_by_replica(config, batch)
+
+        def replica_gradients(params, leaves, replica):
+            return gradients_of(params, assemble(leaves), step, rng, replica)
+
+        run = jax.vmap(replica_gradients, spmd_axis_name=replica)
+        return run(params, leaves, jnp.arange(config.axes.sizes[replica]))
+
+    return gradients
+
+
+def global_loss(
+    config: StrategyConfig, layout: Layout
+) -> Callable[..., tuple[jax.Array, dict[str, jax.Array | Metric]]]:
+    """Return the function that `make_loss` returns: the loss and metrics of the whole batch."""
+
+    def loss(params, batch, step=None, rng=None):
+        def key_of(index):
+            return None if step is None or rng is None else step_key(config, step, rng, index, device=0)
+
+        count = num_micro_batches(config, layout, batch, training=rng is not None)
+        return _sum_micro_batches(config, _parts(config, layout, params, batch, count, key_of)).divided()
+
+    return loss
+
+
+def global_totals(config: StrategyConfig, layout: Layout) -> Callable[[PyTree, PyTree], LossParts]:
+    """Return `totals(params, batch)`: the loss and metrics of the whole batch, with totals and weights of all rows."""
+
+    def totals(params, batch):
+        count = num_micro_batches(config, layout, batch, training=False)
+        parts = _sum_micro_batches(config, _parts(config, layout, params, batch, count, lambda index: None))
+        rows = num_rows(config, batch) // count  # of each micro-batch, because totals and weights are per row
+        return LossParts(of_rows(parts.loss, rows), {name: of_rows(x, rows) for name, x in parts.metrics.items()}, {})
+
+    return totals
+
+
+def _parts(
+    config: StrategyConfig, layout: Layout, params: PyTree, batch: PyTree, count: int, key_of: Callable[..., PyTree]
+) -> LossParts:
+    """Return the parts of the loss of each micro-batch, [micro-batches, ...]."""
+
+    def run_micro_batch(rows, index):
+        return _loss_of_rows(config, layout, count, params, rows, key_of(index))
+
+    return parts_of_micro_batches(run_micro_batch, batch, count, functools.partial(cut_rows, config))
+
+
+def _loss_of_rows(config: StrategyConfig, layout: Layout, count: int, *args: PyTree) -> LossParts:
+    """Return the parts of the loss of one of `count` micro-batches; the loss may constrain shardings on the user's mesh.
+
+    If `separable=True` replaces the proof, the loss may not ask for the rows of the batch.
+    """
+    if count > 1 and config.loss.separable:
+        problem = f"with separable=True and micro_batches={count} the loss sees one micro-batch at a time"
+        context = RowContext((), 1, refused=(problem, "use micro_batches=1, or leave out separable=True"))
+        config = config.replace(loss_fn=with_rows(context, config.loss.loss_fn))
+    run = functools.partial(loss_of_rows, config, layout)
+    return run(*args) if config.per_replica else on_mesh(config.home.auto, run, config.home.axes)(*args)
+
+
+def num_micro_batches(config: StrategyConfig, layout: Layout, batch: PyTree, *, training: bool) -> int:
+    """Return the number of micro-batches; 1, with a warning, unless the loss is proved to allow more.
+
+    Args:
+      config: of the step, or of evaluation.
+      layout: of the parameters.
+      batch: the whole batch.
+      training: whether the loss gets a random key, if it takes one.
+    """
+    count, rows = config.loss.micro_batches, num_rows(config, batch)
+    if count > 1 and len(row_counts(config, batch)) != 1:
+        problem = (
+            f"micro_batches={count}, but the whole batch runs at once: its leaves do not agree on a number of rows."
+        )
+        fix = f"use micro_batches=1, which is the same; or {FIX_ROWS}."
+        warnings.warn(format_error(config.strategy, problem, shown_leaves(config, batch), fix), stacklevel=2)
+        return 1
+    if count == 1 or rows % config.num_row_pieces:
+        return 1
+    if config.loss.separable:
+        return count
+    key = jax.eval_shape(lambda: jax.random.key(0)) if training and takes_rng(config.loss.loss_fn) else None
+    find_batch_mixing = functools.partial(
+        find_mixing,
+        pieces=count,
+        blocks=config.axes.num_row_shares,  # `constraints.cut_rows`: each micro-batch has a part of the rows of each device
+        dims=[row_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(batch)],
+        caller=config.strategy,
+        key=key,
+        training=training,
+    )
+    params = as_gathered(config, layout)
+    mixing = on_mesh(config.home.auto, find_batch_mixing, config.home.axes)(
+        config.loss.loss_fn, params, abstract(batch)
+    )
+    if mixing is None:
+        return count
+    problem = (
+        f"micro_batches={count}, but the whole batch runs at once: {mixing.result} is not shown to be a (weighted) mean over "
+        f"rows: {mixing.reason}"
+    )
+    fix = "use micro_batches=1, which is the same; or separable=True if you know that it is such a mean."
+    warnings.warn(format_error(config.strategy, problem, mixing.lines, fix), stacklevel=2)
+    return 1
+
+
+def _sum_micro_batches(config: StrategyConfig, parts: LossParts) -> LossParts:
+    """Add parts up over stacked micro-batches; in this view there are no devices to sum over."""
+    return sum_parts(parts, config.axes._replace(summed=(), stages=()))

@@ -1,0 +1,168 @@
+"""The loss of some rows: it gathers parameters when they are needed, makes a random key, and returns sums.
+
+In the per-device view these are the rows of one micro-batch on one device; in the global view, the rows of all devices.
+"""
+
+from collections.abc import Callable, Collection
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import ArrayLike, DTypeLike
+
+from shardopt.collectives import SMALL_BUCKET_BYTES, all_gather
+from shardopt.config._config import StrategyConfig
+from shardopt.config._layout import Layout
+from shardopt.core._block_model import BLOCKS, as_block_model, call, plain_block, run_blocks, takes_rng
+from shardopt.core._types import PyTree
+from shardopt.losses._batch_dims import num_rows
+from shardopt.losses._constraints import gather_leaves, shard_activations
+from shardopt.losses._explain import explained
+from shardopt.losses._parts import LossParts, loss_parts
+from shardopt.losses._rows import row_context, with_rows
+from shardopt.losses._sums import leaf_wire
+from shardopt.nn._embedding import ColumnTable
+from shardopt.partition import LeafPlan
+from shardopt.remat._gathered_block import gathered_block
+from shardopt.trace._marks import GATHERED, value_name
+
+
+def loss_of_rows(
+    config: StrategyConfig, layout: Layout, params: PyTree, batch: PyTree, key: jax.Array | None
+) -> LossParts:
+    """Return the loss of these rows; parameters that are sharded, or cast before the wire, are gathered when they are needed."""
+    with explained(config, num_rows(config, batch)):
+        return _loss_of_rows(config, layout, params, batch, key)
+
+
+def _loss_of_rows(
+    config: StrategyConfig, layout: Layout, params: PyTree, batch: PyTree, key: jax.Array | None
+) -> LossParts:
+    plans = layout.treedef.unflatten(layout.plans)
+    rows, loss_fn = num_rows(config, batch), config.loss.loss_fn
+    if config.loss.view == "per_device":
+        loss_fn = with_rows(row_context(config), loss_fn)
+    model = as_block_model(loss_fn)
+    gathers = config.placement.params or config.wire.gather_dtype is not None
+    if model is not None:
+        hooks = {}
+        if gathers:
+            outer_plans = {name: value for name, value in plans.items() if name != BLOCKS}
+            tables = layout.tables.intersection(model.tables)  # the model of evaluation may have no tables
+            hooks["gather_outer"] = lambda outer: all_gather_leaves(config, outer, outer_plans, tables=tables)
+            gather_one = lambda block: all_gather_leaves(config, block, plans[BLOCKS], of_block=True)  # noqa: E731
+            hooks["run_block"] = gathered_block(config.strategy, model, gather_one)
+            if config.layout.expert_leaves and tables and config.loss.view == "per_device":
+                # The loss does not read the table. Other outer leaves are read by embed or by the loss, and gathered once.
+                hooks["before_loss"] = lambda outer, x: _scatter_first(hooks["gather_outer"], outer, x)
+        if config.loss.view == "global":
+            hooks["run_block"] = shard_activations(config, hooks.get("run_block", plain_block(model)), batch)
+        return loss_parts(config.strategy, run_blocks(model, params, batch, key, **hooks), rows)
+    if not gathers:
+        return loss_parts(config.strategy, call(loss_fn, key, 0, params, batch), rows)
+
+    def gathered_loss(params, batch):
+        # without buckets, because a bucket would hold all leaves at the same time
+        gathered = all_gather_leaves(config, params, plans, bucket_bytes=0)
+        return loss_parts(config.strategy, call(loss_fn, key, 0, gathered, batch), rows)
+
+    if config.loss.micro_batches > 1:
+        # Otherwise the compiler sees that all micro-batches gather the same weights, and keeps the gathered model.
+        params, batch = _behind_barrier((params, batch))
+        batch = jax.lax.stop_gradient(batch)  # the barrier gives it tangents, which callbacks refuse
+    if jax.debug_nans.value:  # a checkpoint would hide the source of a NaN
+        return gathered_loss(params, batch)
+    # The backward pass gathers weights again, so that gathered weights of the forward pass need not be kept.
+    return jax.checkpoint(gathered_loss, policy=_save_all_but_gathers)(params, batch)
+
+
+def all_gather_leaves(
+    config: StrategyConfig,
+    tree: PyTree,
+    plans: PyTree,
+    *,
+    of_block: bool = False,
+    tables: Collection[str] = (),
+    bucket_bytes: int = SMALL_BUCKET_BYTES,
+) -> PyTree:
+    """All-gather the leaves of a tree over data, each cast to `gather_dtype`; with `of_block` the leaves of one block.
+
+    Leaves named in `tables` stay sharded, as `ColumnTable`.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    leaf_plans: list[LeafPlan] = treedef.flatten_up_to(plans)
+    if of_block:
+        leaf_plans = [plan.of_block() for plan in leaf_plans]
+    if config.loss.view == "global":
+        return treedef.unflatten(gather_leaves(config, leaves, leaf_plans))
+    wires = [leaf_wire(config.wire, plan) for plan in leaf_plans]
+    wires = [
+        wire._replace(dim=None) if plan.path in tables else wire for wire, plan in zip(wires, leaf_plans, strict=True)
+    ]
+    # Benchmarks of dense models (benchmarks/pod_compiles.py) were measured without it: only models with experts get it.
+    cast_in_place = of_block and bool(config.layout.expert_leaves)
+    gathered = all_gather(leaves, wires, cast_in_place=cast_in_place, bucket_bytes=bucket_bytes)
+    return treedef.unflatten(
+        [
+            _column_table(leaf, plan, wire.scatter_dtype) if plan.path in tables else checkpoint_name(leaf, GATHERED)
+            for leaf, plan, wire in zip(gathered, leaf_plans, wires, strict=True)
+        ]
+    )
+
+
+def _scatter_first(gather: Callable[[PyTree], PyTree], outer: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
+    """Return the gathered outer leaves, and x; in the backward pass the gradient of x waits until theirs is scattered.
+
+    Otherwise XLA:TPU may scatter last: DeepSeek-V3 held its logits' gradient, 2.1 GB, while all blocks were differentiated.
+    """
+    leaves, treedef = jax.tree.flatten((outer, x))
+    inexact = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+
+    @jax.custom_vjp
+    def identity(arrays: list[jax.Array]) -> list[jax.Array]:
+        return arrays
+
+    identity.defvjp(lambda arrays: (arrays, None), lambda _, grads: (jax.lax.optimization_barrier(grads),))
+    for i, leaf in zip(inexact, identity([leaves[i] for i in inexact]), strict=True):
+        leaves[i] = leaf
+    outer, x = treedef.unflatten(leaves)
+    return gather(outer), x
+
+
+def _column_table(shard: jax.Array, plan: LeafPlan, scatter_dtype: DTypeLike | None) -> ColumnTable:
+    return ColumnTable(shard, plan.axes, plan.tensor, (scatter_dtype or plan.dtype) if plan.trainable else None)
+
+
+def _save_all_but_gathers(primitive: jax.extend.core.Primitive, *_: object, **params: object) -> bool:
+    """Return whether a value may be saved, as a `jax.checkpoint` policy: the backward pass recomputes weight gathers only.
+
+    No step from the gather (of bits, in half precision) to its named result may be saved. A saved step would keep the
+    gathered weight, and recomputing the remaining steps would cost nothing.
+    """
+    gathers = ("all_gather", "bitcast_convert_type", "sharding_constraint")
+    return primitive.name not in gathers and value_name(primitive, params) != GATHERED
+
+
+def _behind_barrier(tree: PyTree) -> PyTree:
+    """Return the tree behind one barrier, so that no computation on one part of it moves ahead of the other parts."""
+    leaves, treedef = jax.tree.flatten(tree)
+    barrier_indices = [i for i, leaf in enumerate(leaves) if not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)]
+    for i, leaf in zip(
+        barrier_indices, jax.lax.optimization_barrier([leaves[i] for i in barrier_indices]), strict=True
+    ):
+        leaves[i] = leaf
+    return treedef.unflatten(leaves)
+
+
+def step_key(
+    config: StrategyConfig, step: jax.Array, rng: jax.Array, micro_batch: ArrayLike, device: ArrayLike | None = None
+) -> jax.Array | None:
+    """Return a different key for each step, micro-batch, and device along the data axes (by default this device)."""
+    if not takes_rng(config.loss.loss_fn):
+        return None
+    key = jax.random.fold_in(jax.random.wrap_key_data(rng), step)
+    key = jax.random.fold_in(
+        key, jax.lax.axis_index((*config.axes.rows, *config.axes.positions)) if device is None else device
+    )
+    return jax.random.fold_in(key, micro_batch)

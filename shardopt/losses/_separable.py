@@ -1,0 +1,564 @@
+"""Checks that a loss is a (weighted) mean over rows, so that several devices can compute it on their own rows.
+
+The loss is traced on the whole batch and on one piece of it, with abstract arrays: nothing runs. `separability.walk` relates
+the two traces equation by equation. A loss passes only if this proves that it is a mean. docs/proof.md explains the proof.
+"""
+
+import functools
+import linecache
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax._src import source_info_util
+
+from shardopt.collectives._per_device import TENSOR
+from shardopt.config._config import StrategyConfig
+from shardopt.config._layout import Layout
+from shardopt.core._block_model import LossFn, as_block_model, call, takes_rng
+from shardopt.core._errors import NotSeparableError, format_error, plural
+from shardopt.core._types import Max, Min, PyTree, Sum, Updated, Weighted, abstract, leaves_with_paths
+from shardopt.losses._batch_dims import num_rows, resized, row_dim, sequence_dim
+from shardopt.losses._explain import explained
+from shardopt.losses._parts import loss_parts
+from shardopt.losses._rows import RowContext, row_context, with_rows
+from shardopt.mesh import analysis, on_mesh
+from shardopt.partition import LeafPlan
+from shardopt.remat._gathered_block import leaves_like
+from shardopt.separability._dependence import LOOP, leaves_used
+from shardopt.separability._numbers import relation_of_numbers
+from shardopt.separability._proof import DifferentTracesError
+from shardopt.separability._relations import (
+    REASONS,
+    Extreme,
+    Known,
+    Operation,
+    Relation,
+    Same,
+    Split,
+    Total,
+    Unknown,
+    close,
+    ratio_tolerance,
+)
+from shardopt.separability._walk import prove
+from shardopt.trace._marks import EXPERTS
+
+_HERE = Path(__file__).parent
+
+
+class Mixing(NamedTuple):
+    """The reason why a loss is not proved to be a mean over rows, or over positions.
+
+    Attributes:
+      result: the name of the result of the loss that fails: "the loss", "metric 'accuracy'".
+      reason: a sentence.
+      operation: the operation that mixes rows, as "reduce_sum at loss.py:12 (clip)"; "" if it is not known.
+      lines: this operation, and the operation that takes its result if that is the problem, with their source lines.
+      cause: the error of a loss that cannot be traced on a piece.
+    """
+
+    result: str
+    reason: str
+    operation: str = ""
+    lines: tuple[str, ...] = ()
+    cause: Exception | None = None
+
+
+class _Result(NamedTuple):
+    """A result of a loss.
+
+    Attributes:
+      name: as in `Mixing.result`.
+      expected: "mean", "ratio" (of two leaves), "sum", "max" or "min" over rows.
+      leaves: its values, as tracers.
+    """
+
+    name: str
+    expected: str
+    leaves: tuple[Any, ...]
+
+
+def find_mixing(
+    loss_fn: LossFn,
+    params: PyTree,
+    batch: PyTree,
+    *,
+    pieces: int,
+    blocks: int = 1,
+    caller: str = "loss_fn",
+    key: jax.Array | None = None,
+    context: RowContext | None = None,
+    axis_sizes: Mapping[str, int] | None = None,
+    training: bool = True,
+    dims: Sequence[int | None] | None = None,
+    positions: bool = False,
+) -> Mixing | None:
+    """Return why a loss is not proved to be the (weighted) mean of the losses of its pieces; None if it is.
+
+    Args:
+      loss_fn: the loss, or a `BlockModel`.
+      params: parameters as shapes and dtypes.
+      batch: the whole batch as shapes and dtypes.
+      pieces: n, the number of equal pieces of the batch.
+      blocks: the number of blocks of rows. A piece has an equal part of every block. 1 if pieces are contiguous.
+      caller: the function that the user called, for messages.
+      key: a random key as shape and dtype, for a loss that takes one.
+      context: the context of `gather_batch`, `batch_mean` and `batch_sum` on a piece; None if the piece knows no other rows.
+      axis_sizes: the sizes of the mesh axes that the loss may name.
+      training: whether the loss is differentiated, so that derivative rules count.
+      dims: the dim of each leaf of the batch that is cut, or None; by default the first dim.
+      positions: whether the batch is cut along positions of sequences; if False, along rows.
+    """
+    loss_fn = _with_checked_blocks(caller, loss_fn)
+    unit = "positions" if positions else "rows"
+    leaves, treedef = jax.tree.flatten(batch)
+    dims = [0 if leaf.ndim else None for leaf in leaves] if dims is None else dims
+    all_axis_sizes = axis_sizes or {}
+    row_axes = frozenset(context.axes if context is not None and context.devices == pieces else ())
+    whole_context = None if context is None else context._replace(devices=1, micro_batches=1, refused=None)
+    lengths = [
+        (leaf.shape[dim], leaf.shape[dim] // pieces) for leaf, dim in zip(leaves, dims, strict=True) if dim is not None
+    ]
+    if any(whole_size % (pieces * blocks) for whole_size, _ in lengths):
+        return Mixing("the loss", f"its {unit} cannot be cut into {pieces} equal pieces.")
+    piece_batch = treedef.unflatten([_cut(*pair, pieces) for pair in zip(leaves, dims, strict=True)])
+    trace = functools.partial(_trace_loss, caller, loss_fn, params, key=key)
+    # an error on the whole batch is an error of the loss itself, so it is not caught
+    whole_axis_sizes = {axis: 1 if axis in row_axes else size for axis, size in all_axis_sizes.items()}
+    whole_jaxpr, whole_results = trace(batch, context=whole_context, axis_sizes=whole_axis_sizes)
+    num_params = len(jax.tree.leaves(params))
+    if loop_mixing := _find_loop_over_rows(whole_jaxpr, whole_results, num_params, dims):
+        return loop_mixing  # before the loss is traced on a piece, because such losses take long to trace
+    try:
+        piece_jaxpr, results = trace(piece_batch, context=context, axis_sizes=all_axis_sizes)
+    except Exception as error:
+        piece_size = f"{lengths[0][1]} of the {lengths[0][0]} {unit}"
+        error_line = f"{type(error).__name__}: {error}".splitlines()[0]
+        return Mixing(
+            "the loss", f"a piece is {piece_size}, on which the loss cannot be traced: {error_line}", cause=error
+        )
+    shapes = [[var.aval.shape for var in jaxpr.jaxpr.outvars] for jaxpr in (whole_jaxpr, piece_jaxpr)]
+    shapes_differ = iter(whole_shape != piece_shape for whole_shape, piece_shape in zip(*shapes, strict=True))
+    for result in results:
+        differing = [next(shapes_differ) for _ in result.leaves]
+        if any(differing):
+            return Mixing(result.name, "it has another shape on a piece than on the whole batch.")
+    relations: list[Relation] = [Same() for _ in jax.tree.leaves(params)]
+    relations += [Same() if dim is None else Split(dim, blocks) for dim in dims]
+    relations += [Same(drawn=True) for _ in jax.tree.leaves(key)]
+    prove_relations = functools.partial(
+        prove,
+        whole_jaxpr,
+        piece_jaxpr,
+        relations,
+        num_pieces=pieces,
+        row_axes=row_axes,
+        other_axes=frozenset(all_axis_sizes) - frozenset(context.axes if context is not None else ()),
+        positions=positions,
+    )
+    # derivative rules are traced one by one, which takes longest. So the values are checked without them first.
+    for with_derivative_rules in (False, True)[: 1 + training]:
+        try:
+            result_relations = iter(prove_relations(training=with_derivative_rules))
+        except DifferentTracesError as error:
+            op = None if error.eqn is None else Operation(error.eqn)
+            reason = f"it does other things on {lengths[0][0]} {unit} than on {lengths[0][1]}."
+            return Mixing("the loss", reason, _operation_name(op), () if op is None else (_operation_line(op),))
+        for result in results:
+            mixing = _find_problem(result, [next(result_relations) for _ in result.leaves], pieces)
+            if mixing is not None:
+                return mixing._replace(reason=_reworded_for_positions(mixing.reason)) if positions else mixing
+    if training and (name := _trained_weight_name(whole_jaxpr, results, num_params)):
+        return Mixing(
+            "the loss", f"{name} of so.Weighted depends on the parameters, so the mean has a gradient of the weight."
+        )
+    return None
+
+
+def find_trained_weight(
+    loss_fn: LossFn, params: PyTree, batch: PyTree, *, caller: str = "loss_fn", key: jax.Array | None = None
+) -> str | None:
+    """Return the name of a weight of a `Weighted` loss that follows from the parameters, such as "the weight"; or None.
+
+    Args:
+      loss_fn: the loss, or a `BlockModel`.
+      params: parameters as shapes and dtypes.
+      batch: the batch as shapes and dtypes.
+      caller: the function that the user called, for messages.
+      key: a random key as shape and dtype, for a loss that takes one.
+    """
+    jaxpr, results = _trace_loss(caller, loss_fn, params, batch, key=key)
+    return _trained_weight_name(jaxpr, results, len(jax.tree.leaves(params)))
+
+
+def _trace_loss(
+    caller: str,
+    loss_fn: LossFn,
+    params: PyTree,
+    batch: PyTree,
+    *,
+    key: jax.Array | None,
+    context: RowContext | None = None,
+    axis_sizes: Mapping[str, int] | None = None,
+) -> tuple[Any, list[_Result]]:
+    """Return the jaxpr of a loss, and its results: their leaves are the outputs of the jaxpr, in order."""
+    results: list[_Result] = []
+
+    def traced_loss(params: PyTree, batch: PyTree, key: jax.Array | None) -> list[jax.Array]:
+        with analysis():
+            returned = call(loss_fn if context is None else with_rows(context, loss_fn), key, 0, params, batch)
+        loss_parts(caller, returned, 1)  # raises if this is not a loss
+        results[:] = _named_results(returned)
+        return [jnp.asarray(leaf) for result in results for leaf in result.leaves]
+
+    jaxpr = jax.make_jaxpr(traced_loss, axis_env=list((axis_sizes or {}).items()))(params, batch, key)
+    return jaxpr, results
+
+
+def _find_loop_over_rows(
+    jaxpr: Any, results: Sequence[_Result], num_params: int, dims: Sequence[int | None]
+) -> Mixing | None:
+    """Return why the loss is no mean if a result follows from a loop whose number of turns follows from rows."""
+    arguments: list[dict[int, None]] = [{} for _ in jaxpr.jaxpr.invars]
+    for i, dim in enumerate(dims):
+        if dim is not None:
+            arguments[num_params + i] = {i: None}
+    used = iter(leaves_used(jaxpr, arguments, mark_loops=True))
+    for result in results:
+        for leaves in [next(used) for _ in result.leaves]:
+            if (loop := leaves.get(LOOP)) is not None:
+                op = Operation(loop)
+                return Mixing(result.name, REASONS["loop"], _operation_name(op), (_operation_line(op),))
+    return None
+
+
+def _trained_weight_name(jaxpr: Any, results: Sequence[_Result], num_params: int) -> str | None:
+    """Return the name of the first weight of the loss that has a gradient; None if there is none."""
+    arguments = [{i: None} if i < num_params else {} for i in range(len(jaxpr.jaxpr.invars))]
+    used = iter(leaves_used(jaxpr, arguments, differentiated=True))
+    num_weights = 0
+    for result in results:
+        used_by_leaves = [next(used) for _ in result.leaves]
+        if result.name == "the loss" and result.expected == "ratio":
+            num_weights += 1
+            if used_by_leaves[1]:
+                return "the weight" if num_weights == 1 else f"weight {num_weights}"
+    return None
+
+
+# --- obstacles of a strategy ------------------------------------------------------------------------------------------
+
+
+class Obstacle(NamedTuple):
+    """The reason why devices cannot run a loss on their own rows.
+
+    Attributes:
+      problem: a sentence.
+      lines: the operations that cause it, with their source lines.
+      fix: the remedies.
+      operation: the operation that mixes rows; "" if it is not known.
+      cause: the error of a loss that cannot be traced on a piece.
+    """
+
+    problem: str
+    lines: tuple[str, ...]
+    fix: str
+    operation: str
+    cause: Exception | None = None
+
+    def error(self, config: StrategyConfig) -> Exception:
+        """Return the error of a strategy without a global view: the error of shardopt on a piece, else a `NotSeparableError`."""
+        if self.cause is not None and "\nFix: " in str(self.cause):
+            return self.cause
+        no_view = "" if config.schedule is None else "a mesh with pipeline=1; or "
+        no_view = no_view or ("no reducer; or " if config.wire.reducer is not None else "")
+        no_view = no_view or ("no scatter_dtype; or " if config.wire.scatter_dtype is not None else "")
+        fix = f"{no_view or GLOBAL}{self.fix}"
+        return NotSeparableError(format_error(config.strategy, self.problem, self.lines, fix), operation=self.operation)
+
+
+GLOBAL = 'view="global", which is exact for every loss; or '
+FIX = (
+    "so.gather_batch, so.batch_mean or so.batch_sum for what a row needs of the whole batch, and so.Weighted for a normaliser "
+    "that depends on the rows; or separable=True if you know better."
+)
+FIX_POSITIONS = (
+    "so.nn.attention for what a position needs of the others, and so.nn.positions for its index; inputs and targets as leaves "
+    "of their own rather than shifted in the loss; a mesh with context=1; or separable=True if you know better."
+)
+
+
+def find_obstacle(config: StrategyConfig, layout: Layout, batch: PyTree, *, training: bool) -> Obstacle | None:
+    """Return why devices cannot run the loss of a strategy on their own rows; None if it is proved or `separable=True`.
+
+    Args:
+      config: the config of the step; for evaluation, its `of_evaluation`.
+      layout: the layout of the parameters.
+      batch: a global batch; only its shapes count.
+      training: whether the loss is differentiated, and gets a random key if it takes one.
+    """
+    configs = [config]
+    # during warmup the replicas share one gradient
+    if config.local_updates is not None and config.local_updates.warmup_steps:
+        configs.append(config._replace(sync_gradients=True))
+    for phase_config in configs:
+        if phase_config.num_pieces == 1 or phase_config.loss.separable:
+            continue
+        with explained(phase_config.replace(view="per_device")):
+            obstacle = _find_obstacle(phase_config, layout, batch, training=training)
+        if obstacle is not None:
+            return obstacle
+    return None
+
+
+def _find_obstacle(config: StrategyConfig, layout: Layout, batch: PyTree, *, training: bool) -> Obstacle | None:
+    axes = config.axes
+    find = functools.partial(
+        find_mixing,
+        caller=config.strategy,
+        key=jax.eval_shape(lambda: jax.random.key(0)) if training and takes_rng(config.loss.loss_fn) else None,
+        axis_sizes={axis: size for axis, size in axes.sizes.items() if axis != TENSOR or size == 1},
+        training=training,
+    )
+    params, replicas = as_gathered(config, layout), axes.num_all_row_shares // axes.num_row_shares
+    replica_batch = resized(config, abstract(batch), rows=max(1, num_rows(config, batch) // replicas))
+    cuts_experts = any(plan.experts for plan in layout.plans) and axes.sizes["expert"] > 1
+    if cuts_experts and (
+        obstacle := _find_stray_expert_use(config, layout, find.keywords["key"], params, replica_batch)
+    ):
+        return obstacle
+    mixing, unit = None, "rows"
+    if axes.num_position_shares > 1:
+        dims = [sequence_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(replica_batch)]
+        find_along = functools.partial(find, pieces=axes.num_position_shares, dims=dims, positions=True)
+        mixing, unit = on_mesh(config.mesh, find_along)(config.loss.loss_fn, params, replica_batch), "positions"
+    row_dims = [row_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(replica_batch)]
+    for rows, pieces in _row_cuts(config, num_rows(config, replica_batch)):
+        if mixing is None and pieces > 1:
+            divided_batch = resized(config, replica_batch, rows=rows, position_shares=axes.num_position_shares)
+            find_along = functools.partial(find, pieces=pieces, dims=row_dims, context=row_context(config))
+            mixing, unit = on_mesh(config.mesh, find_along)(config.loss.loss_fn, params, divided_batch), "rows"
+    if mixing is None:
+        return None
+    if unit == "positions":
+        cut = f"{axes.num_position_shares} devices along context share"
+        problem = f"{mixing.result} is not shown to be a (weighted) mean over positions, which {cut}: {mixing.reason}"
+        return Obstacle(problem, mixing.lines, FIX_POSITIONS, mixing.operation, mixing.cause)
+    parts = [f"{axes.num_shares} devices"] * (axes.num_shares > 1)
+    parts += [f"{config.loss.micro_batches} micro-batches"] * (config.loss.micro_batches > 1)
+    cut = " and ".join(parts)
+    problem = f"{mixing.result} is not shown to be a (weighted) mean over rows, so {cut} could train on another: {mixing.reason}"
+    return Obstacle(problem, mixing.lines, FIX, mixing.operation, mixing.cause)
+
+
+def _row_cuts(config: StrategyConfig, rows: int) -> list[tuple[int, int]]:
+    """Return pairs (rows, pieces): the loss of so many rows must be the mean of the losses of so many pieces.
+
+    Rows that do not fill all pieces are evaluated as equal pieces and single rows (`evaluate.Totals`). Then two losses must
+    be means over single rows: the loss of all rows, and the loss of a piece.
+    """
+    pieces = config.num_row_pieces
+    return [(rows, pieces)] if rows % pieces == 0 else [(rows, rows), (rows // pieces, rows // pieces)]
+
+
+def _find_stray_expert_use(
+    config: StrategyConfig, layout: Layout, key: PyTree, params: PyTree, batch: PyTree
+) -> Obstacle | None:
+    """Return an obstacle if the loss uses experts outside of so.nn.mixture_of_experts: each device has other experts."""
+
+    def traced_results(params: PyTree, batch: PyTree, key: jax.Array | None) -> list[jax.Array]:
+        with analysis():
+            return jax.tree.leaves(call(with_rows(row_context(config), config.loss.loss_fn), key, 0, params, batch))
+
+    axis_env = [(axis, size) for axis, size in config.axes.sizes.items() if axis != TENSOR or size == 1]
+    jaxpr = on_mesh(config.mesh, jax.make_jaxpr(traced_results, axis_env=axis_env))(params, batch, key)
+    expert_leaves = [{i: None} if plan.experts else {} for i, plan in enumerate(layout.plans)]
+    num_other_arguments = len(jaxpr.jaxpr.invars) - len(expert_leaves)
+    first_uses = {
+        leaf: use
+        for used in leaves_used(jaxpr, [*expert_leaves, *[{}] * num_other_arguments], except_through=EXPERTS)
+        for leaf, use in used.items()
+    }
+    if not first_uses:
+        return None
+    lines = [
+        layout.plans[leaf].path + ("" if use is None else f": {_operation_line(Operation(use))}")
+        for leaf, use in sorted(first_uses.items())
+    ]
+    problem = (
+        f"the loss uses {plural(len(first_uses), 'leaf')} of experts outside of so.nn.mixture_of_experts, and each of "
+        f"{config.axes.sizes['expert']} devices along expert has its own experts."
+    )
+    fix = (
+        "decay or clip weights in the optax chain; a mesh with expert=1; or separable=True if the loss sends tokens over expert "
+        "itself."
+    )
+    operation = next((_operation_name(Operation(use)) for use in first_uses.values() if use is not None), "")
+    return Obstacle(problem, tuple(lines), fix, operation)
+
+
+def as_gathered(config: StrategyConfig, layout: Layout) -> PyTree:
+    """Return the parameters as the loss gets them."""
+
+    def gathered(leaf: jax.ShapeDtypeStruct, plan: LeafPlan) -> jax.ShapeDtypeStruct:
+        cast = config.wire.gather_dtype is not None and plan.trainable and jnp.issubdtype(leaf.dtype, jnp.floating)
+        return jax.ShapeDtypeStruct(leaf.shape, config.wire.gather_dtype if cast else leaf.dtype)
+
+    leaves = layout.treedef.flatten_up_to(layout.abstract.params)
+    return layout.treedef.unflatten([gathered(*pair) for pair in zip(leaves, layout.plans, strict=True)])
+
+
+def _with_checked_blocks(caller: str, loss_fn: LossFn) -> LossFn:
+    """Return the loss; if it is a `BlockModel`, its blocks check that a result is like the input, as in the step."""
+    model = as_block_model(loss_fn)
+    if model is None:
+        return loss_fn
+
+    @functools.wraps(model.block)
+    def block(block_params: PyTree, x: PyTree, **key: Any) -> PyTree:
+        leaves, treedef = jax.tree.flatten(x)
+        return treedef.unflatten(leaves_like(caller, leaves, treedef, model.block(block_params, x, **key)))
+
+    return model._replace(block=block)
+
+
+def _cut(leaf: jax.ShapeDtypeStruct, dim: int | None, pieces: int) -> jax.ShapeDtypeStruct:
+    if dim is None:
+        return leaf
+    return jax.ShapeDtypeStruct((*leaf.shape[:dim], leaf.shape[dim] // pieces, *leaf.shape[dim + 1 :]), leaf.dtype)
+
+
+def _named_results(returned: PyTree) -> list[_Result]:
+    loss, metrics = returned, {}
+    if isinstance(returned, tuple) and not isinstance(returned, Weighted):
+        loss, metrics = returned
+    results = _results_of_value("the loss", loss)
+    for name, value in (metrics or {}).items():
+        if isinstance(value, Updated):
+            for path, leaf in leaves_with_paths(value.values):
+                expected = "mean" if jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.inexact) else "max"
+                results.append(_Result(f"new value of {path}", expected, (leaf,)))
+        else:
+            results += _results_of_value(f"metric {name!r}", value)
+    return results
+
+
+def _results_of_value(name: str, value: Any) -> list[_Result]:
+    if isinstance(value, Weighted):
+        totals, weights = (terms if isinstance(terms, tuple) else (terms,) for terms in value)
+        return [_Result(name, "ratio", leaves) for leaves in zip(totals, weights, strict=True)]
+    if isinstance(value, Sum | Max | Min):
+        kind = {Sum: "sum", Max: "max", Min: "min"}[type(value)]
+        return [_Result(name, kind, (value.value,))]
+    return [_Result(name, "mean", (value,))]
+
+
+def _find_problem(result: _Result, relations: Sequence[Relation], pieces: int) -> Mixing | None:
+    """Return why a result of the loss is not the expected mean, sum or extreme; None if it is."""
+    shares: list[float] = []  # the c of W = c (P_0 + ... + P_{n-1})
+    ops = [relation.op for relation in relations if isinstance(relation, Total | Extreme) and relation.op is not None]
+    operation, lines = (_operation_name(ops[0]), (_operation_line(ops[0]),)) if ops else ("", ())
+    for leaf, relation in zip(result.leaves, relations, strict=True):
+        relation = _resolve(relation, jnp.asarray(leaf).dtype)
+        if isinstance(relation, Unknown):
+            return _mixing_of_unknown(result.name, relation)
+        if isinstance(relation, Split):
+            reason = (
+                "it holds a number for each row, and the mean over devices would be taken of those of different rows."
+            )
+            return Mixing(result.name, reason, operation, lines)
+        if result.expected in ("max", "min"):
+            if not (isinstance(relation, Extreme) and relation.kind == result.expected) and relation != Same(
+                drawn=getattr(relation, "drawn", False)
+            ):
+                name = "largest" if result.expected == "max" else "smallest"
+                return Mixing(
+                    result.name, f"it is not shown to be the {name} of what the pieces give.", operation, lines
+                )
+            return None
+        if isinstance(relation, Extreme):
+            return Mixing(result.name, REASONS["mixes"], operation, lines)
+        assert isinstance(relation, Same | Total)
+        shares.append(relation.ratio / pieces if isinstance(relation, Same) else relation.ratio)
+    equal = lambda a, b: close(a, b, ratio_tolerance(jnp.asarray(result.leaves[0]).dtype))  # noqa: E731
+    if result.expected == "mean" and not equal(shares[0], 1 / pieces):
+        summed = equal(shares[0], 1.0)
+        return Mixing(
+            result.name,
+            "it is a sum over rows, where a mean is expected." if summed else REASONS["count"],
+            operation,
+            lines,
+        )
+    if result.expected == "sum" and not equal(shares[0], 1.0):
+        return Mixing(result.name, "it is no sum over rows.", operation, lines)
+    if result.expected == "ratio" and not equal(shares[0], shares[1]):
+        reason = "its total and its weight do not grow alike with the number of rows, as two sums over rows do, or two means."
+        return Mixing(result.name, reason, operation, lines)
+    return None
+
+
+def _resolve(relation: Relation, dtype: Any) -> Relation:
+    """Return the relation of a result; known numbers are replaced by the relation that follows from them."""
+    if not isinstance(relation, Known):
+        return relation
+    return relation_of_numbers(relation, (relation.whole_values.shape, relation.piece_values.shape), 1, dtype)
+
+
+def _reworded_for_positions(reason: str) -> str:
+    """Return the reason with positions in place of rows."""
+    if reason == REASONS["position"]:
+        return "a position's part depends on its index on its device, which is not that in the sequence."
+    return reason.replace("rows", "positions").replace("each row", "each position")
+
+
+def _mixing_of_unknown(result: str, relation: Unknown) -> Mixing:
+    lines = [] if relation.op is None else [_operation_line(relation.op)]
+    if (
+        relation.op is not None
+        and relation.use is not None
+        and _operation_name(relation.use) != _operation_name(relation.op)
+    ):
+        lines.append("whose result goes into " + _operation_line(relation.use))
+    return Mixing(result, REASONS[relation.reason], _operation_name(relation.op), tuple(lines))
+
+
+def _operation_line(op: Operation) -> str:
+    """Return `reduce_sum at loss.py:12 (clip): its source`."""
+    frame = _user_frame(op)
+    if frame is None:
+        return _operation_name(op)
+    text = linecache.getline(frame.file_name, frame.start_line).strip()
+    return _operation_name(op) + (f": {text}" if text else "")
+
+
+def _operation_name(op: Operation | None) -> str:
+    """Return `reduce_sum at loss.py:12 (clip)`."""
+    if op is None:
+        return ""
+    frame = _user_frame(op)
+    if frame is None:
+        return op.eqn.primitive.name
+    relative = os.path.relpath(frame.file_name)
+    name = frame.file_name if relative.startswith("..") else relative
+    return f"{op.eqn.primitive.name} at {name}:{frame.start_line} ({frame.function_name})"
+
+
+def _user_frame(op: Operation) -> source_info_util.Frame | None:
+    """Return the innermost frame of the user's code; if there is none, the innermost frame of a library.
+
+    jax caches the traces of its own functions, and these have no frame of the caller. So the callers are searched too.
+    """
+    frames = [
+        frame
+        for eqn in (op.eqn, *reversed(op.callers))
+        for frame in source_info_util.user_frames(eqn.source_info.traceback)
+    ]
+    return next((frame for frame in frames if not _of_a_library(frame.file_name)), next(iter(frames), None))
+
+
+def _of_a_library(path: str) -> bool:
+    return "site-packages" in path or path.startswith((f"{_HERE.parent / 'nn'}{os.sep}", f"{_HERE}{os.sep}"))

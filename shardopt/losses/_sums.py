@@ -1,0 +1,154 @@
+"""Sums of gradients and losses: over micro-batches in a scan, then over devices along the axes that the axis table names."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from shardopt.collectives import BUCKET_BYTES, LeafWire, all_reduce, reduce_scatter
+from shardopt.collectives._buckets import shards_of
+from shardopt.config._axes import AxisTable
+from shardopt.config._config import StrategyConfig, WireOptions
+from shardopt.core._types import Metric, PyTree, wide_dtype
+from shardopt.losses._batch_dims import cut_batch
+from shardopt.losses._metrics import adds_up, combined
+from shardopt.losses._parts import LossParts
+from shardopt.partition import LeafPlan
+
+
+def cut(config: StrategyConfig, batch: PyTree, count: int) -> tuple[list[jax.Array], Callable[..., PyTree]]:
+    """Return the rows [..., rows, ...] as micro-batches [count, ..., rows / count, ...], as `cut_batch` does."""
+    # Arrays in the per-device view need no placement, so their key path is not used.
+    return cut_batch(config, lambda x, _, dim: shards_of(x, dim, count), batch)
+
+
+def numbers(count: int) -> jax.Array:
+    """Return the indices of the micro-batches."""
+    return jnp.arange(count, dtype=jnp.int32)
+
+
+def accumulate(
+    run_micro_batch: Callable[..., tuple[list[jax.Array], LossParts]],
+    batch: PyTree,
+    count: int,
+    constrain_sums: Callable[[list[jax.Array]], list[jax.Array]],
+    sum_weights: Callable[[], Sequence[jax.Array]],
+    cut: Callable[[PyTree, int], tuple[list[jax.Array], Callable[..., PyTree]]],
+) -> tuple[list[jax.Array], LossParts]:
+    """Sum gradients over micro-batches in a scan, in fp32 at least; loss parts are stacked [count, ...].
+
+    Args:
+      run_micro_batch: takes a micro-batch and its number, and returns its gradients and loss parts.
+      batch: the rows.
+      count: the number of micro-batches.
+      constrain_sums: constrains the shardings of the sums.
+      sum_weights: returns the summed weights of a loss of several terms, which each micro-batch then gets. It evaluates
+        the loss once more; the compiler removes all computations that the weights do not need.
+      cut: cuts the rows.
+    """
+    if count == 1:
+        grads, parts = run_micro_batch(batch, jnp.int32(0))
+        return grads, jax.tree.map(lambda x: x[None], parts)
+
+    leaves, assemble = cut(batch, count)
+
+    def run(leaves, index, *weights):
+        return run_micro_batch(assemble(leaves), index, *weights)
+
+    def body(sums, leaves_and_index):
+        grads, parts = run(*leaves_and_index, *weights)
+        return constrain_sums(
+            [total + grad.astype(total.dtype) for total, grad in zip(sums, grads, strict=True)]
+        ), parts
+
+    micro_batches = leaves, numbers(count)
+    grad_shapes, part_shapes = jax.eval_shape(run, *jax.tree.map(lambda x: x[0], micro_batches))
+    weights = [sum_weights()] if isinstance(part_shapes.loss.weight, tuple) else []
+    zeros = constrain_sums([jnp.zeros(grad.shape, wide_dtype(grad.dtype)) for grad in grad_shapes])
+    sums, parts = jax.lax.scan(body, zeros, micro_batches)
+    return [total.astype(grad.dtype) for total, grad in zip(sums, grad_shapes, strict=True)], parts
+
+
+def parts_of_micro_batches(
+    run_micro_batch: Callable[[PyTree, jax.Array], LossParts],
+    batch: PyTree,
+    count: int,
+    cut: Callable[[PyTree, int], tuple[list[jax.Array], Callable[..., PyTree]]],
+) -> LossParts:
+    """Return the loss parts of each micro-batch, [count, ...]; the arguments are as for `accumulate`."""
+    # A line search differentiates this function. It should hold one micro-batch at a time, too.
+    run = jax.checkpoint(run_micro_batch)
+    if count == 1:
+        return jax.tree.map(lambda x: x[None], run(batch, jnp.int32(0)))
+    leaves, assemble = cut(batch, count)
+
+    def body(_, leaves_and_index):
+        leaves, index = leaves_and_index
+        return None, run(assemble(leaves), index)
+
+    return jax.lax.scan(body, None, (leaves, numbers(count)))[1]
+
+
+def reduce_scatter_grads(wire: WireOptions, grads: Sequence[jax.Array], plans: Sequence[LeafPlan]) -> list[jax.Array]:
+    """Sum gradients over data, each device keeping its shard; gradients of leaves that stay replicated are not summed."""
+    return reduce_scatter(grads, [leaf_wire(wire, plan) for plan in plans], bucket_bytes=BUCKET_BYTES)
+
+
+def leaf_wire(wire: WireOptions, plan: LeafPlan) -> LeafWire:
+    """Return how a leaf and its gradient travel; only floating leaves are cast, and before a gather only trained ones.
+
+    Running statistics would stop changing in half precision.
+    """
+    is_floating = jnp.issubdtype(plan.dtype, jnp.floating)
+    gather_dtype = wire.gather_dtype if plan.trainable and is_floating else None
+    return LeafWire(plan.dim, plan.tensor, plan.axes, gather_dtype, wire.scatter_dtype if is_floating else None)
+
+
+def all_reduce_grads(
+    grads: Sequence[jax.Array], plans: Sequence[LeafPlan], axes_of_grads: Sequence[tuple[str, ...]]
+) -> list[jax.Array]:
+    """Sum each gradient over its axes; gradients with the same axes are summed together."""
+    reduced = list(grads)
+    for axes in dict.fromkeys(axes_of_grads):
+        indices = [i for i, grad_axes in enumerate(axes_of_grads) if grad_axes == axes]
+        sums = all_reduce([grads[i] for i in indices], axes, [plans[i].tensor for i in indices])
+        for i, total in zip(indices, sums, strict=True):
+            reduced[i] = total
+    return reduced
+
+
+def scale(grad: jax.Array, factor: jax.Array) -> jax.Array:
+    """Return `grad * factor`, computed in fp32 at least."""
+    wide = wide_dtype(grad.dtype)
+    return (grad.astype(wide) * factor.astype(jnp.finfo(wide).dtype)).astype(grad.dtype)
+
+
+def sum_parts(parts: LossParts, axes: AxisTable) -> LossParts:
+    """Add parts up over stacked micro-batches and over devices; updates take the mean, or the maximum if they are integers.
+
+    In a pipeline the parts are zeros on all stages but the last block's, so a sum over pipeline gives them to all stages.
+    """
+
+    def combine_update(value: jax.Array) -> jax.Array:
+        if axes.stages:
+            (value,) = all_reduce([value.astype(jnp.int32) if value.dtype == bool else value], axes.stages)
+        if not jnp.issubdtype(value.dtype, jnp.inexact):
+            return jax.lax.pmax(value.max(0), axes.summed)
+        wide = value.astype(wide_dtype(value.dtype)).mean(0)
+        return (all_reduce([wide], axes.summed)[0] / jax.lax.axis_size(axes.summed)).astype(value.dtype)
+
+    summed_metrics = {name: metric for name, metric in parts.metrics.items() if adds_up(metric)}
+    sums, treedef = jax.tree.flatten((parts.loss, summed_metrics))
+    loss, summed_metrics = treedef.unflatten(all_reduce([jnp.sum(x, 0) for x in sums], (*axes.summed, *axes.stages)))
+
+    def extreme(metric: Metric) -> Metric:
+        """Sum over stages, since only the last stage has the metric; then take the largest or smallest over the other axes."""
+        metric = jax.tree.map(lambda x: all_reduce([x], axes.stages)[0], metric)
+        largest = lambda x: jax.lax.pmax(x.max(0), axes.summed)  # noqa: E731
+        return combined(metric, largest, largest, lambda x: jax.lax.pmin(x.min(0), axes.summed))
+
+    metrics = {
+        name: summed_metrics[name] if name in summed_metrics else extreme(metric)
+        for name, metric in parts.metrics.items()
+    }
+    return LossParts(loss, metrics, {path: combine_update(value) for path, value in parts.updates.items()})

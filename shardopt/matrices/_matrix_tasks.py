@@ -1,0 +1,234 @@
+"""Find the parts of an optimizer update that work on matrices, so that each part can run on a single device.
+
+The trace of an update has three kinds of equations:
+
+- elementwise arithmetic, which runs on shards where they are;
+- sums to a number (norms), which the partitioner reduces;
+- products and decompositions of matrices, for which the partitioner would gather.
+
+A `MatrixTask` holds the third kind: the equations of one matrix from the first product to the last. It also holds earlier
+equations, as far as they reduce the bytes of its inputs.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple, TypeGuard
+
+import jax.extend.core as jex
+
+from shardopt.trace._jaxprs import called_jaxprs, cost_of, nested_equations
+from shardopt.trace._marks import LOSS, has_mark
+from shardopt.trace._parts import MOST, Atom, Trace, bytes_of, inputs_of, min_cut, shape_of, slice_of
+from shardopt.trace._primitives import DECOMPOSITIONS
+
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+_RESHAPES = frozenset({"reshape", "transpose", "squeeze", "expand_dims"})
+
+
+class MatrixTask(NamedTuple):
+    """A part of an update that works on one matrix, and on no other large value.
+
+    Attributes:
+      equations: the indices of its equations in the trace.
+      inputs: the large variables that it reads.
+      small_inputs: the small variables that it reads.
+      outputs: its variables that other equations or the results read.
+      group: a number that variables of one matrix (a gradient, its moments) share.
+      stage: tasks of one stage do not wait for each other.
+    """
+
+    equations: frozenset[int]
+    inputs: tuple[jex.Var, ...]
+    small_inputs: tuple[jex.Var, ...]
+    outputs: tuple[jex.Var, ...]
+    group: int
+    stage: int
+
+
+class Groups:
+    """Groups of large variables: an equation puts all large variables that it reads or makes into one group."""
+
+    def __init__(self, trace: Trace, min_elements: int):
+        self.trace, self.min_elements = trace, min_elements
+        self._parent: dict[jex.Var, jex.Var] = {}
+        for eqn in trace.jaxpr.eqns:
+            members = [] if is_opaque(eqn) else self.select_large([*inputs_of(eqn), *eqn.outvars])
+            for var in members[1:]:
+                self._parent[self.root(var)] = self.root(members[0])
+        self._number: dict[jex.Var, int] = {}
+
+    def root(self, var: jex.Var) -> jex.Var:
+        """Return the variable that represents the group of a variable."""
+        while (parent := self._parent.get(var, var)) is not var:
+            self._parent[var] = self._parent.get(parent, parent)
+            var = parent
+        return var
+
+    def select_large(self, variables: Iterable[jex.Var]) -> list[jex.Var]:
+        """Return the variables that have enough elements to be sharded."""
+        return [var for var in variables if math.prod(shape_of(var).shape) >= self.min_elements]
+
+    def group_number(self, var: jex.Var) -> int:
+        """Return the number of the group of a large variable."""
+        return self._number.setdefault(self.root(var), len(self._number))
+
+    def group_of(self, eqn: jex.JaxprEqn) -> int | None:
+        """Return the group that an equation belongs to; None if it has no large variables."""
+        members = [] if is_opaque(eqn) else self.select_large([*inputs_of(eqn), *eqn.outvars])
+        return self.group_number(members[0]) if members else None
+
+
+def is_opaque(eqn: jex.JaxprEqn) -> bool:
+    """Return whether an equation evaluates the loss."""
+    return any(has_mark(inner, LOSS) or inner.primitive.name == "shard_map" for inner in nested_equations(eqn))
+
+
+def is_heavy(eqn: jex.JaxprEqn, min_elements: int) -> bool:
+    """Return whether an equation multiplies or decomposes matrices; a product with a small result, as in a norm, is a sum."""
+
+    def is_matrix_work(inner: jex.JaxprEqn) -> bool:
+        if inner.primitive.name in _PRODUCTS:
+            return math.prod(shape_of(inner.outvars[0]).shape) >= min_elements
+        return inner.primitive.name in DECOMPOSITIONS
+
+    return any(map(is_matrix_work, nested_equations(eqn)))
+
+
+def gathered_bytes(jaxpr: jex.Jaxpr, min_elements: int) -> int:
+    """Return a lower bound of the bytes that products and decompositions would gather if matrices were sharded within.
+
+    Each such equation counts its smallest large operand or result. An equation in a loop counts once per known iteration.
+    """
+
+    def smallest_operand(eqn: jex.JaxprEqn) -> int | None:
+        if called_jaxprs(eqn) and not is_opaque(eqn):
+            return None
+        if is_opaque(eqn) or not is_heavy(eqn, min_elements):
+            return 0
+        large = [var for var in (*eqn.invars, *eqn.outvars) if math.prod(shape_of(var).shape) >= min_elements]
+        return min(map(bytes_of, large), default=0)
+
+    return int(sum(cost_of(eqn, smallest_operand) for eqn in jaxpr.eqns))
+
+
+def find_tasks(trace: Trace, groups: Groups) -> list[MatrixTask]:
+    """Return the tasks of an update, ordered by stage.
+
+    A matrix has one task, unless one of its values waits for the task of another matrix. An example is a norm over all
+    updates, which a later product reads. The equations after that value are then a task of the next stage.
+    """
+    eqns, stages, heavy_equations = trace.jaxpr.eqns, _Stages(trace, groups), {}
+    for i, eqn in enumerate(eqns):
+        group = groups.group_of(eqn)
+        if group is not None and is_heavy(eqn, groups.min_elements):
+            heavy_equations.setdefault((stages.stage_of[i], group), []).append(i)
+    return [
+        _task(trace, groups, stages, heavy, group, stage) for (stage, group), heavy in sorted(heavy_equations.items())
+    ]
+
+
+class _Stages:
+    """The stage of every equation: how many tasks of other matrices it waits for, one after another."""
+
+    def __init__(self, trace: Trace, groups: Groups):
+        self.stage_of: list[int] = []
+        heavy_groups: dict[jex.Var, frozenset[int]] = {}  # the groups whose heavy equations a variable depends on
+        stage: dict[jex.Var, int] = {}
+        for eqn in trace.jaxpr.eqns:
+            group, reads = groups.group_of(eqn), inputs_of(eqn)
+            this_group = frozenset() if group is None else frozenset({group})
+            waits_for = frozenset().union(*(heavy_groups.get(var, frozenset()) for var in reads))
+            next_stages = [stage.get(var, 0) + bool(heavy_groups.get(var, frozenset()) - this_group) for var in reads]
+            input_stages = [stage.get(var, 0) for var in reads]
+            # An equation of no matrix (a sum of norms) does not start a stage; an evaluation of the loss does.
+            eqn_stage = max(input_stages if group is None and not is_opaque(eqn) else next_stages, default=0)
+            if group is not None and is_heavy(eqn, groups.min_elements):
+                waits_for |= this_group
+            self.stage_of.append(eqn_stage)
+            for var in eqn.outvars:
+                heavy_groups[var], stage[var] = waits_for, eqn_stage
+
+
+def _task(trace: Trace, groups: Groups, stages: _Stages, heavy: Sequence[int], group: int, stage: int) -> MatrixTask:
+    eqns = trace.jaxpr.eqns
+    core = _equations_between(trace, heavy, [i for i, eqn_stage in enumerate(stages.stage_of) if eqn_stage == stage])
+    core |= _reshapes_after(trace, core)
+    core_results = {var for i in core for var in eqns[i].outvars}
+    reads = list(dict.fromkeys(var for i in sorted(core) for var in eqns[i].invars if _is_input(var, core_results)))
+    task_inputs = _smallest_inputs(trace, reads, groups.min_elements)
+    preparation, _ = slice_of(trace, reads, stop=set(task_inputs))
+    read_outside = {var for var in trace.jaxpr.outvars if not isinstance(var, jex.Literal)}
+    read_outside |= {var for i, eqn in enumerate(eqns) if i not in core for var in inputs_of(eqn)}
+    large = set(groups.select_large(task_inputs))
+    return MatrixTask(
+        equations=frozenset(core | preparation),
+        inputs=tuple(var for var in task_inputs if var in large),
+        small_inputs=tuple(var for var in task_inputs if var not in large),
+        outputs=tuple(var for i in sorted(core) for var in eqns[i].outvars if var in read_outside),
+        group=group,
+        stage=stage,
+    )
+
+
+def _is_input(var: Atom, results: Collection[jex.Var]) -> TypeGuard[jex.Var]:
+    return not isinstance(var, jex.Literal) and var not in results
+
+
+def _equations_between(trace: Trace, heavy: Sequence[int], allowed: Sequence[int]) -> set[int]:
+    """Return the equations on paths between two equations of `heavy`, including `heavy`."""
+    eqns, after_heavy, before_heavy = trace.jaxpr.eqns, set(heavy), set(heavy)
+    results = {var for i in heavy for var in eqns[i].outvars}
+    for i in allowed:
+        if inputs_of(eqns[i]) & results:
+            after_heavy.add(i)
+            results |= set(eqns[i].outvars)
+    inputs = {var for i in heavy for var in inputs_of(eqns[i])}
+    for i in reversed(allowed):
+        if set(eqns[i].outvars) & inputs:
+            before_heavy.add(i)
+            inputs |= inputs_of(eqns[i])
+    return after_heavy & before_heavy
+
+
+def _reshapes_after(trace: Trace, core: set[int]) -> set[int]:
+    """Return the equations that only reshape a result of `core`, so that the task returns arrays like the parameter."""
+    reshapes, results = set(), {var for i in core for var in trace.jaxpr.eqns[i].outvars}
+    for i, eqn in enumerate(trace.jaxpr.eqns):
+        if eqn.primitive.name in _RESHAPES and inputs_of(eqn) & results:
+            reshapes.add(i)
+            results |= set(eqn.outvars)
+    return reshapes
+
+
+def _smallest_inputs(trace: Trace, targets: Sequence[jex.Var], min_elements: int) -> list[jex.Var]:
+    """Return the variables of fewest bytes from which light equations compute `targets`; the earliest, if bytes are equal.
+
+    It is a minimum vertex cut. Inputs of the update and results of heavy equations are sources; the capacity of a
+    variable is its bytes. See `shardopt.remat._split_backward`.
+    """
+    if not targets:
+        return []
+    dependencies, _ = slice_of(trace, targets, stop=set())
+    eqns = trace.jaxpr.eqns
+    light = [i for i in sorted(dependencies) if not (is_opaque(eqns[i]) or is_heavy(eqns[i], min_elements))]
+    makes = {var: i for i in light for var in trace.jaxpr.eqns[i].outvars}
+    variables, todo = {}, list(targets)
+    while todo:
+        var = todo.pop()
+        if var not in variables:
+            variables[var] = len(variables)
+            todo += inputs_of(trace.jaxpr.eqns[makes[var]]) if var in makes else ()
+    count = len(variables)
+    source, sink = 2 * count, 2 * count + 1
+    unit = max(sum(map(bytes_of, variables)) / (MOST // 2), 1.0)
+    edges: dict[tuple[int, int], int] = {}  # backwards, so that the cut found is the earliest
+    for var, i in variables.items():
+        edges[count + i, i] = max(math.ceil(bytes_of(var) / unit), 1)
+        reads = inputs_of(trace.jaxpr.eqns[makes[var]]) if var in makes else ()
+        edges |= {(i, count + variables[read]): MOST for read in reads}
+        if var not in makes:
+            edges[i, source] = MOST
+    edges |= {(sink, count + variables[var]): MOST for var in targets}
+    cut = min_cut(edges, 2 * count + 2, sink, source)
+    in_order = list(variables)
+    return [in_order[i] for i in sorted(i for out, i in cut if i < count and out == count + i)]

@@ -1,0 +1,122 @@
+"""Decide which equations of an update run at the owners of matrices, and which on the shards of parameters.
+
+State of stacked blocks lives at their owners. Gradients and parameters do not, and updates must return to the parameters.
+A minimum cut of the update's trace finds the variables to move, with the fewest bytes. For Muon and Adam the gradient
+moves to the owner and the update moves back. Weight decay is a term of the parameter, and is added at the parameter.
+"""
+
+import math
+from collections.abc import Collection
+from typing import NamedTuple
+
+import jax.extend.core as jex
+
+from shardopt.config._layout import Layout
+from shardopt.matrices._matrix_tasks import Groups, is_heavy, is_opaque
+from shardopt.matrices._owners import is_moved
+from shardopt.partition import LeafPlan
+from shardopt.trace._parts import MOST, Trace, bytes_of, inputs_of, shape_of, sink_side
+
+_PARAMETERS, _OWNERS = 0, 1
+"""Source and sink of the cut: the shards of parameters, and the owners."""
+
+
+class Move(NamedTuple):
+    """A variable that moves to owners, or back.
+
+    Attributes:
+      plan: the plan of a parameter with its shape and sharding.
+      to_owners: whether it moves to owners; otherwise it moves from owners to the parameters.
+    """
+
+    plan: LeafPlan
+    to_owners: bool
+
+
+class Sides(NamedTuple):
+    """The place of each equation of an update, if some state lives at owners, and gradients and parameters do not.
+
+    Attributes:
+      at_owners: the equations that run at owners.
+      moves: the variables that move between the two sides.
+    """
+
+    at_owners: frozenset[int]
+    moves: dict[jex.Var, Move]
+
+
+def plan_sides(layout: Layout, trace: Trace, min_elements: int, tasks: Collection[int], devices: int) -> Sides:
+    """Return the side of each of an update's equations.
+
+    Args:
+      layout: of the parameters.
+      trace: of the update. Its inputs are gradients, state, parameters and loss; its results are updates and state.
+      min_elements: a variable with at least so many elements is large.
+      tasks: the equations of the tasks that run at owners because their state is there.
+      devices: the number of owners.
+    """
+    crossing = _CrossingVariables(layout, trace, Groups(trace, min_elements))
+    if not crossing.roots:
+        return Sides(frozenset(), {})
+    eqns = trace.jaxpr.eqns
+    node: dict[int, int] = {}
+    for i, eqn in enumerate(eqns):
+        if is_opaque(eqn):
+            node[i] = _PARAMETERS
+        elif any(map(crossing.may_cross, {*inputs_of(eqn), *eqn.outvars})):
+            node[i] = _OWNERS if i in tasks or is_heavy(eqn, min_elements) else 2 + i
+    readers: dict[jex.Var, set[int]] = {}
+    for i in node:
+        for var in inputs_of(eqns[i]):
+            readers.setdefault(var, set()).add(node[i])
+    for i, var in enumerate(trace.jaxpr.outvars):
+        if not isinstance(var, jex.Literal):
+            readers.setdefault(var, set()).add(_PARAMETERS if i < len(layout.trained) else _OWNERS)
+    maker = {var: node[i] for i in node for var in eqns[i].outvars} | crossing.side_of_input
+    readers = {var: nodes for var, nodes in readers.items() if var in maker and crossing.may_cross(var)}
+    # a variable without the shape of a parameter is left to the partitioner, which gathers it
+    costs = {var: bytes_of(var) * (1 if crossing.plan(var) else devices) for var in readers}
+    unit = max(sum(costs.values()) / (MOST // 4), 1.0)
+    edges: dict[tuple[int, int], int] = {}
+    size = 2 + len(eqns)
+    for var, nodes in readers.items():
+        sent_node, returned_node, cost = size, size + 1, math.ceil(costs[var] / unit)
+        size += 2
+        edges |= {(maker[var], sent_node): cost, (returned_node, maker[var]): cost}
+        edges |= {(sent_node, reader): MOST for reader in nodes} | {(reader, returned_node): MOST for reader in nodes}
+    owner_nodes = sink_side(edges, size, _PARAMETERS, _OWNERS)
+    moves = {}
+    for var, nodes in readers.items():
+        to_owners, plan = maker[var] not in owner_nodes, crossing.plan(var)
+        if plan is not None and any((reader in owner_nodes) is to_owners for reader in nodes):
+            moves[var] = Move(plan, to_owners)
+    return Sides(frozenset(i for i in node if node[i] in owner_nodes), moves)
+
+
+class _CrossingVariables:
+    """The large variables that may move: they belong to the matrix of a parameter whose state is elsewhere."""
+
+    def __init__(self, layout: Layout, trace: Trace, groups: Groups):
+        count, invars = len(layout.trained), trace.jaxpr.invars
+        self.groups = groups
+        self.plans: dict[tuple[jex.Var, tuple[int, ...]], list[LeafPlan]] = {}
+        self.roots: set[jex.Var] = set()
+        for var, plan in zip(invars, layout.trained, strict=False):
+            if groups.select_large([var]):
+                self.plans.setdefault((groups.root(var), plan.shape), []).append(plan)
+                if is_moved(plan):
+                    self.roots.add(groups.root(var))
+        params = invars[len(invars) - count - 1 : -1]
+        self.side_of_input = dict.fromkeys(invars[count:], _OWNERS) | dict.fromkeys(
+            [*invars[:count], *params], _PARAMETERS
+        )
+
+    def may_cross(self, var: jex.Var) -> bool:
+        """Return whether reading a variable on the other side moves bytes."""
+        return bool(self.groups.select_large([var])) and self.groups.root(var) in self.roots
+
+    def plan(self, var: jex.Var) -> LeafPlan | None:
+        """Return the plan of the parameters with the shape of a variable, if they are all placed alike and move."""
+        plans = self.plans.get((self.groups.root(var), shape_of(var).shape), [])
+        placements = {(plan.owned, plan.spec(sharded=True)) for plan in plans}
+        return plans[0] if len(placements) == 1 and is_moved(plans[0]) else None

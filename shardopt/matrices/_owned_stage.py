@@ -1,0 +1,387 @@
+"""Run units of work at their owners: an all-to-all sends inputs, each device runs its units, an all-to-all returns outputs."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.core
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+
+from shardopt.collectives import all_to_all
+from shardopt.config._config import StrategyConfig
+from shardopt.matrices._blockwise import match_variables
+from shardopt.matrices._owned_tasks import OwnedStage, OwnedTask, Transfer, closed_part, owner_axes
+from shardopt.mesh import spec_axes
+from shardopt.trace._parts import Trace
+
+Buffers = dict[np.dtype, jax.Array]
+UnitFunction = Callable[..., list[jax.Array]]
+
+
+class _Slot(NamedTuple):
+    """The place of a piece of a value in the row that its owner exchanges with each device."""
+
+    dtype: np.dtype
+    start: int
+    piece_shape: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.piece_shape)
+
+
+class _Unit(NamedTuple):
+    """A unit at its owner.
+
+    Attributes:
+      task: the index of its task.
+      block: the index of its block.
+      program: the index of its program.
+      number: its index among the units of its program, on all owners.
+      inputs: the slot of each input; None if it is not sent.
+      outputs: the slot of each output; None if it is not sent.
+    """
+
+    task: int
+    block: int
+    program: int
+    number: int
+    inputs: list[_Slot | None]
+    outputs: list[_Slot | None]
+
+
+class Retrace(Protocol):
+    """`retrace(single_block=...)`."""
+
+    def __call__(self, *, single_block: bool) -> Trace:
+        """Return the trace of the update of shapes, for the model, or for a model of a single block."""
+        ...
+
+
+def run_stage(
+    config: StrategyConfig, stage: OwnedStage, retrace: Retrace, args: list[list[jax.Array]]
+) -> list[list[jax.Array]]:
+    """Return the outputs of every task, `local_tasks` last, from the inputs of every task; in the global view."""
+    sent_args, local_args = args[: len(stage.tasks)], args[len(stage.tasks) :]
+    local_outputs = [
+        _run_locally(config, stage, local_task, retrace, task_args)
+        for local_task, task_args in zip(stage.local_tasks, local_args, strict=True)
+    ]
+    return [*_run_on_owners(config, stage, retrace, sent_args), *local_outputs] if sent_args else local_outputs
+
+
+def _run_locally(
+    config: StrategyConfig, stage: OwnedStage, owned_task: OwnedTask, retrace: Retrace, args: list[jax.Array]
+) -> list[jax.Array]:
+    """Run a task where its blocks are: one block after another, so that each is computed alone."""
+
+    def local(args: list[jax.Array]) -> list[jax.Array]:
+        (run,) = _unit_functions(stage, [owned_task], retrace)
+        blocks = [
+            run(*(_take_block(x, transfer, block) for x, transfer in zip(args, owned_task.inputs, strict=True)))
+            for block in range(owned_task.blocks)
+        ]
+        return [_join_blocks(pieces, transfer) for *pieces, transfer in zip(*blocks, owned_task.outputs, strict=True)]
+
+    specs, out_specs = (
+        [transfer.spec for transfer in transfers] for transfers in (owned_task.inputs, owned_task.outputs)
+    )
+    return jax.shard_map(local, mesh=config.mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)(args)
+
+
+def _run_on_owners(
+    config: StrategyConfig, stage: OwnedStage, retrace: Retrace, args: list[list[jax.Array]]
+) -> list[list[jax.Array]]:
+    sizes = {axis: config.mesh_shape[axis] for axis in owner_axes(config)}
+    local = _device_function(stage, retrace, sizes)
+    specs = [[transfer.spec for transfer in owned_task.inputs] for owned_task in stage.tasks]
+    out_specs = [[transfer.spec for transfer in owned_task.outputs] for owned_task in stage.tasks]
+    return jax.shard_map(local, mesh=config.mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)(args)
+
+
+def stage_bytes(config: StrategyConfig, stage: OwnedStage) -> tuple[int, int]:
+    """Return the bytes that each device sends to owners and back, and how many of them are padding.
+
+    All rows are padded to the length of the longest row.
+    """
+    sizes = {axis: config.mesh_shape[axis] for axis in owner_axes(config)}
+    units_of_owners, totals = _assign_slots(stage, sizes, _programs(stage))
+    row = sum(total * dtype.itemsize for lengths in totals for dtype, total in lengths.items())
+    slots = [
+        slot
+        for units in units_of_owners
+        for unit in units
+        for slot in (*unit.inputs, *unit.outputs)
+        if slot is not None
+    ]
+    carried = sum(math.prod(slot.piece_shape) * slot.dtype.itemsize for slot in slots)
+    count = math.prod(sizes.values())
+    return (count - 1) * row, (count - 1) * (count * row - carried) // count
+
+
+def _programs(stage: OwnedStage) -> dict[str, int]:
+    return {key: i for i, key in enumerate(dict.fromkeys(owned_task.key for owned_task in stage.tasks))}
+
+
+def _device_function(
+    stage: OwnedStage, retrace: Retrace, sizes: Mapping[str, int]
+) -> Callable[[list[list[jax.Array]]], list[list[jax.Array]]]:
+    """Return the function that each device runs.
+
+    Devices whose units have the same programs run the same branch. Units of one program differ only in their numbers.
+    """
+    axes, count, tasks = tuple(sizes), math.prod(sizes.values()), stage.tasks
+    programs = _programs(stage)
+    units_of_owners, totals = _assign_slots(stage, sizes, programs)
+    mixtures = {mixture: i for i, mixture in enumerate(dict.fromkeys(map(_mixture, units_of_owners)))}
+    examples = [next(units for units in units_of_owners if _mixture(units) == mixture) for mixture in mixtures]
+    branch_of_owner = np.array([mixtures[_mixture(units)] for units in units_of_owners])
+    units_of_programs = [[] for _ in programs]
+    for unit in sorted((unit for units in units_of_owners for unit in units), key=lambda unit: unit.number):
+        units_of_programs[unit.program].append(unit)
+    max_units = [
+        max(sum(unit.program == i for unit in units) for units in units_of_owners) for i in range(len(programs))
+    ]
+    # the numbers of each owner's units; an owner with fewer units gets a number that is out of range
+    numbers = [np.full((count, width), len(units)) for width, units in zip(max_units, units_of_programs, strict=True)]
+    for owner, units in enumerate(units_of_owners):
+        for i in range(len(programs)):
+            unit_numbers = [unit.number for unit in units if unit.program == i]
+            numbers[i][owner, : len(unit_numbers)] = unit_numbers
+
+    def local(args: list[list[jax.Array]]) -> list[list[jax.Array]]:
+        device = jax.lax.axis_index(axes)
+        device_numbers = [jnp.asarray(table)[device] for table in numbers]
+        sent = _pack_buffers(
+            [
+                [
+                    (slot, _take_block(args[unit.task][j], tasks[unit.task].inputs[j], unit.block).reshape(1, -1))
+                    for unit in units
+                    for j, slot in enumerate(unit.inputs)
+                    if slot is not None
+                ]
+                for units in units_of_owners
+            ],
+            totals[0],
+        )
+        received = {dtype: all_to_all(x, axes, 0, 0) for dtype, x in sent.items()}
+        unsent_args = [
+            _select_unsent(tasks, units, args, unit_numbers)
+            for units, unit_numbers in zip(units_of_programs, device_numbers, strict=True)
+        ]
+        functions = _unit_functions(stage, tasks, retrace)
+        branches = [_branch(tasks, functions, units, sizes, max_units, totals[1]) for units in examples]
+        outputs, unsent_outputs = jax.lax.switch(jnp.asarray(branch_of_owner)[device], branches, received, unsent_args)
+        returned = {dtype: all_to_all(x, axes, 0, 0) for dtype, x in outputs.items()}
+        shared = [
+            [_combine_owners(x, unit_numbers, len(units), axes) for x in values]
+            for values, unit_numbers, units in zip(unsent_outputs, device_numbers, units_of_programs, strict=True)
+        ]
+        results: list[list[list[jax.Array]]] = [[[] for _ in owned_task.outputs] for owned_task in tasks]
+        for owner, unit in sorted(
+            ((owner, unit) for owner, units in enumerate(units_of_owners) for unit in units),
+            key=lambda pair: pair[1].block,
+        ):
+            shared_values = iter(shared[unit.program])
+            for j, slot in enumerate(unit.outputs):
+                if slot is None:
+                    piece = next(shared_values)[unit.number]
+                else:
+                    piece = returned[slot.dtype][owner, slot.start : slot.stop].reshape(slot.piece_shape)
+                results[unit.task][j].append(piece)
+        return [
+            [_join_blocks(pieces, transfer) for pieces, transfer in zip(task_results, owned_task.outputs, strict=True)]
+            for task_results, owned_task in zip(results, tasks, strict=True)
+        ]
+
+    return local
+
+
+def _unit_functions(stage: OwnedStage, tasks: Sequence[OwnedTask], retrace: Retrace) -> list[UnitFunction]:
+    """Return the function of a unit of each task.
+
+    They come from new traces, because equations belong to the mesh under which they are traced.
+    """
+    planned_traces = {True: stage.block_trace, False: stage.full_trace}
+    new_traces = {per_block: retrace(single_block=per_block) for per_block in {task.per_block for task in tasks}}
+    new_variables: dict[bool, dict[jex.Var, jex.Var]] = {}
+    for per_block, new_trace in new_traces.items():
+        planned = planned_traces[per_block]
+        matches = None if planned is None else match_variables(planned.jaxpr, new_trace.jaxpr)
+        assert matches is not None, "an update whose trace differs each time"
+        new_variables[per_block] = matches
+
+    def function(owned_task: OwnedTask) -> UnitFunction:
+        per_block = owned_task.per_block
+        inputs, outputs = (
+            [new_variables[per_block][var] for var in variables]
+            for variables in (owned_task.input_vars, owned_task.output_vars)
+        )
+        part = closed_part(new_traces[per_block], owned_task.task.equations, inputs, outputs)
+        return lambda *args: jax.core.eval_jaxpr(part, (), *args)
+
+    return [function(owned_task) for owned_task in tasks]
+
+
+def _assign_slots(
+    stage: OwnedStage, sizes: Mapping[str, int], programs: Mapping[str, int]
+) -> tuple[list[list[_Unit]], tuple[dict[np.dtype, int], dict[np.dtype, int]]]:
+    """Return the units of every owner, ordered by program, and the row lengths of inputs and outputs by dtype."""
+    owners: list[list[_Unit]] = [[] for _ in range(math.prod(sizes.values()))]
+    totals: tuple[dict[np.dtype, int], dict[np.dtype, int]] = ({}, {})
+    counts = [0] * len(programs)
+    placed = sorted(
+        (programs[stage.tasks[task].key], owner, task, block)
+        for (task, block), owner in zip(stage.units, stage.owners, strict=True)
+    )
+    ends: list[tuple[dict[np.dtype, int], dict[np.dtype, int]]] = [({}, {}) for _ in owners]
+    for program, owner, task, block in placed:
+        owned_task = stage.tasks[task]
+        inputs, outputs = (
+            [_slot(transfer, sizes, end) for transfer in transfers]
+            for transfers, end in zip((owned_task.inputs, owned_task.outputs), ends[owner], strict=True)
+        )
+        owners[owner].append(_Unit(task, block, program, counts[program], inputs, outputs))
+        counts[program] += 1
+    for owner_ends in ends:
+        for total, end in zip(totals, owner_ends, strict=True):
+            for dtype, size in end.items():
+                total[dtype] = max(total.get(dtype, 0), size)
+    return owners, totals
+
+
+def _mixture(units: Sequence[_Unit]) -> tuple[int, ...]:
+    return tuple(unit.program for unit in units)
+
+
+def _slot(transfer: Transfer, sizes: Mapping[str, int], ends: dict[np.dtype, int]) -> _Slot | None:
+    if not transfer.is_sent:
+        return None
+    piece_shape = [
+        length // math.prod(sizes[axis] for axis in axes)
+        for length, axes in zip(transfer.shape, _owner_axes_of_dims(transfer, sizes), strict=True)
+    ]
+    slot = _Slot(transfer.dtype, ends.get(transfer.dtype, 0), tuple(piece_shape))
+    ends[transfer.dtype] = slot.stop
+    return slot
+
+
+def _owner_axes_of_dims(transfer: Transfer, sizes: Mapping[str, int]) -> list[list[str]]:
+    """Return for each dim the axes of owners that shard it."""
+    spec = [*transfer.spec, *[None] * (len(transfer.shape) - len(transfer.spec))]
+    return [[axis for axis in spec_axes((entry,)) if axis in sizes] for entry in spec]
+
+
+def _take_block(x: jax.Array, transfer: Transfer, block: int) -> jax.Array:
+    """Return the part of one block in a device's shard."""
+    if transfer.dim is None:
+        return x
+    width = transfer.shape[transfer.dim]
+    return jax.lax.slice_in_dim(x, block * width, (block + 1) * width, axis=transfer.dim)
+
+
+def _join_blocks(blocks: Sequence[jax.Array], transfer: Transfer) -> jax.Array:
+    return blocks[0] if transfer.dim is None else jnp.concatenate(blocks, transfer.dim)
+
+
+def _pack_buffers(
+    rows: Sequence[Sequence[tuple[_Slot, jax.Array]]], totals: Mapping[np.dtype, int], num_parts: int = 1
+) -> Buffers:
+    """Return one buffer a dtype: each row joins its pieces [num_parts, elements] and is padded to the same length."""
+
+    def row(pieces: Sequence[tuple[_Slot, jax.Array]], dtype: np.dtype, total: int) -> jax.Array:
+        arrays = [x for slot, x in pieces if slot.dtype == dtype]
+        padding = total - sum(x.shape[1] for x in arrays)
+        return jnp.concatenate([*arrays, jnp.zeros((num_parts, padding), dtype)], axis=1)
+
+    return {dtype: jnp.concatenate([row(pieces, dtype, total) for pieces in rows]) for dtype, total in totals.items()}
+
+
+def _select_unsent(
+    tasks: Sequence[OwnedTask], units: Sequence[_Unit], args: list[list[jax.Array]], unit_numbers: jax.Array
+) -> list[jax.Array]:
+    """Return the unsent inputs of this device's units of one program, [units, ...]; every device has all of them."""
+    selected = []
+    for j, slot in enumerate(units[0].inputs):
+        if slot is None:
+            stacked = jnp.stack([_take_block(args[u.task][j], tasks[u.task].inputs[j], u.block) for u in units])
+            selected.append(jnp.take(stacked, unit_numbers, axis=0, mode="clip"))
+    return selected
+
+
+def _branch(
+    tasks: Sequence[OwnedTask],
+    functions: Sequence[UnitFunction],
+    units: Sequence[_Unit],
+    sizes: Mapping[str, int],
+    max_units: Sequence[int],
+    totals: Mapping[np.dtype, int],
+) -> Callable[[Buffers, list[list[jax.Array]]], tuple[Buffers, list[list[jax.Array]]]]:
+    """Return the function of an owner with these units: from received and unsent inputs to sent and unsent outputs."""
+    count = math.prod(sizes.values())
+    examples = {owned_task.key: owned_task for owned_task in tasks}
+
+    def run(received: Buffers, unsent_args: list[list[jax.Array]]) -> tuple[Buffers, list[list[jax.Array]]]:
+        rows: list[tuple[_Slot, jax.Array]] = []
+        unsent_outputs: list[list[list[jax.Array]]] = [
+            [[] for transfer in owned_task.outputs if not transfer.is_sent] for owned_task in examples.values()
+        ]
+        positions = [0] * len(max_units)
+        for unit in units:
+            owned_task, unsent_inputs, args = tasks[unit.task], iter(unsent_args[unit.program]), []
+            for transfer, slot in zip(owned_task.inputs, unit.inputs, strict=True):
+                if slot is None:
+                    args.append(next(unsent_inputs)[positions[unit.program]])
+                else:
+                    pieces = received[slot.dtype][:, slot.start : slot.stop].reshape(count, *slot.piece_shape)
+                    args.append(_assemble(pieces, transfer, sizes))
+            positions[unit.program] += 1
+            output_lists = iter(unsent_outputs[unit.program])
+            for x, transfer, slot in zip(functions[unit.task](*args), owned_task.outputs, unit.outputs, strict=True):
+                if slot is None:
+                    next(output_lists).append(x)
+                else:
+                    rows.append((slot, _split(x, transfer, sizes).reshape(count, -1)))
+        padded_outputs = [
+            [
+                jnp.stack([*values, *[jnp.zeros(transfer.shape, transfer.dtype)] * (width - len(values))])
+                for values, transfer in zip(program_outputs, (t for t in example.outputs if not t.is_sent), strict=True)
+            ]
+            for program_outputs, example, width in zip(unsent_outputs, examples.values(), max_units, strict=True)
+        ]
+        return _pack_buffers([rows], totals, count), padded_outputs
+
+    return run
+
+
+def _assemble(pieces: jax.Array, transfer: Transfer, sizes: Mapping[str, int]) -> jax.Array:
+    """Return a value from its pieces on all devices, [devices, piece]."""
+    order = _dim_order(transfer, sizes)
+    return pieces.reshape(*sizes.values(), *pieces.shape[1:]).transpose(order).reshape(transfer.shape)
+
+
+def _split(x: jax.Array, transfer: Transfer, sizes: Mapping[str, int]) -> jax.Array:
+    """Return the pieces of a value for all devices, [devices, piece]: the inverse of `_assemble`."""
+    split_shape = []
+    for length, axes in zip(transfer.shape, _owner_axes_of_dims(transfer, sizes), strict=True):
+        axis_sizes = [sizes[axis] for axis in axes]
+        split_shape += [*axis_sizes, length // math.prod(axis_sizes)]
+    return x.reshape(split_shape).transpose(np.argsort(_dim_order(transfer, sizes)))
+
+
+def _dim_order(transfer: Transfer, sizes: Mapping[str, int]) -> list[int]:
+    """Return the dims of [axes, piece] in the order that they have in the assembled value."""
+    axis_names, order = list(sizes), []
+    for dim, axes in enumerate(_owner_axes_of_dims(transfer, sizes)):
+        order += [*map(axis_names.index, axes), len(axis_names) + dim]
+    return order
+
+
+def _combine_owners(x: jax.Array, unit_numbers: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array:
+    """Return on every device the results of all units, [count, ...], from this device's results [own units, ...]."""
+    wide = x.astype(jnp.int32) if x.dtype == bool else x
+    scattered = jnp.zeros((count, *x.shape[1:]), wide.dtype).at[unit_numbers].set(wide, mode="drop")
+    return jax.lax.psum(scattered, axes).astype(x.dtype)

@@ -1,0 +1,187 @@
+"""An optimizer's update whose work on matrices is done at owners: all-to-alls send shards there and results back."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+
+from shardopt.config._config import StrategyConfig
+from shardopt.config._layout import Layout, make_layout
+from shardopt.config._transformation import ExtraArgs, call_update
+from shardopt.core._types import PyTree, abstract
+from shardopt.matrices._matrix_tasks import gathered_bytes
+from shardopt.matrices._owned_sides import Sides, plan_sides
+from shardopt.matrices._owned_stage import run_stage, stage_bytes
+from shardopt.matrices._owned_tasks import MIN_ELEMENTS, OwnedStage, owner_axes, plan_stages, trace_update
+from shardopt.matrices._owners import move, moved_bytes
+from shardopt.mesh import spec_axes
+from shardopt.partition import LayoutBytes, Owned, Owners
+from shardopt.trace._marks import LOSS, marked
+from shardopt.trace._parts import Atom, Trace, part_of, shape_of, slice_of
+
+
+def owned_update(
+    config: StrategyConfig, layout: Layout, grads: PyTree, opt_state: PyTree, params: PyTree, extra_args: ExtraArgs
+) -> tuple[PyTree, PyTree]:
+    """Return the result of `call_update`, with products and decompositions of matrices run by their owners; in the global view.
+
+    Gradients, parameters and updates are sharded as the placement says. Equations that need state at owners run there, see
+    `plan_sides`. Products and decompositions are units, a matrix or stacked block each. Each owner runs a unit alone, so its
+    bits do not depend on the number of devices. If the state of a unit is not at its owner, the owner gets all inputs of the
+    unit, and sends every device its shard of the result. Psi bytes sent and returned cost (N-1)/N^2 Psi per device each way.
+    """
+
+    def update(grads: PyTree, opt_state: PyTree, params: PyTree, value: jax.Array) -> tuple[PyTree, PyTree]:
+        # the loss and gradients of this trace, because those in the closure belong to another trace
+        traced_args = extra_args._replace(value=value, grad=grads)
+        return call_update(config.update.tx, grads, opt_state, params, _opaque(traced_args))
+
+    args = grads, opt_state, params, extra_args.value
+    trace, shapes = trace_update(update, *args)
+    retrace_update = functools.partial(retrace, config, layout, abstract(extra_args.value))
+    stages, _ = plan_stages(config, layout, trace, functools.partial(retrace_update, single_block=True))
+    sides = _sides(config, layout, trace, stages)
+    if not stages and not sides.moves:
+        return call_update(config.update.tx, grads, opt_state, params, extra_args)
+    leaves = jax.tree.leaves(args)
+    values = dict(zip(trace.jaxpr.constvars, trace.consts, strict=True))
+    values |= dict(zip(trace.jaxpr.invars, leaves, strict=True))
+    moved_values: dict[jex.Var, jax.Array] = {}
+
+    def read(var: jex.Var, *, at_owners: bool) -> jax.Array:
+        variable_move = sides.moves.get(var)
+        if variable_move is None or variable_move.to_owners is not at_owners:
+            return values[var]
+        if var not in moved_values:
+            moved_values[var] = move(config, variable_move.plan, values[var], to_owners=at_owners)
+        return moved_values[var]
+
+    def compute(targets: Sequence[Atom]) -> None:
+        evaluate(trace, values, targets, lambda var, i: read(var, at_owners=i in sides.at_owners))
+
+    for stage in stages:
+        tasks = (*stage.tasks, *stage.local_tasks)
+        inputs = [[*owned_task.task.inputs, *owned_task.task.small_inputs] for owned_task in tasks]
+        compute([var for task_inputs in inputs for var in task_inputs])
+        is_local = [False] * len(stage.tasks) + [True] * len(stage.local_tasks)
+        args = [
+            [read(var, at_owners=local) for var in task_inputs]
+            for task_inputs, local in zip(inputs, is_local, strict=True)
+        ]
+        for owned_task, outputs in zip(tasks, run_stage(config, stage, retrace_update, args), strict=True):
+            values |= dict(zip(owned_task.task.outputs, outputs, strict=True))
+    compute(trace.jaxpr.outvars)
+    results = [
+        var.val if isinstance(var, jex.Literal) else read(var, at_owners=i >= len(layout.trained))
+        for i, var in enumerate(trace.jaxpr.outvars)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _sides(config: StrategyConfig, layout: Layout, trace: Trace, stages: Sequence[OwnedStage]) -> Sides:
+    devices = math.prod(config.mesh_shape[axis] for axis in owner_axes(config))
+    tasks = {i for stage in stages for local_task in stage.local_tasks for i in local_task.task.equations}
+    return plan_sides(layout, trace, max(MIN_ELEMENTS, config.layout.min_shard_elements), tasks, devices)
+
+
+def owners_of(config: StrategyConfig, layout: Layout) -> Owners | None:
+    """Return which devices do the work of an update on matrices; None if it is not divided between owners."""
+    count = math.prod(config.mesh_shape[axis] for axis in owner_axes(config))
+    if config.layout.opt_state_layout != "matrices" or count == 1:
+        return None
+    retrace_update = functools.partial(retrace, config, layout, jax.ShapeDtypeStruct((), jnp.float32))
+    trace = retrace_update(single_block=False)
+    stages, without_owner = plan_stages(config, layout, trace, functools.partial(retrace_update, single_block=True))
+    rows, loads = [], [0.0] * count
+    for plan in layout.trained:
+        if plan.owned is not None:
+            num_owners = math.prod(config.mesh_shape[axis] for axis in spec_axes(plan.owned[:1]) if axis != "pipeline")
+            blocks = plan.shape[0] // (config.mesh_shape["pipeline"] if plan.pipelined else 1)
+            copies = count // num_owners  # devices along tensor repeat the work if no rule splits the leaf
+            owners = tuple(i * num_owners // blocks * copies for i in range(blocks))
+            rows.append(Owned((plan.path,), owners, state=True))
+    for stage in stages:
+        for i, owned_task in enumerate(stage.tasks):
+            task_owners = [owner for (task, _), owner in zip(stage.units, stage.owners, strict=True) if task == i]
+            num_sent, num_returned = (
+                sum(transfer.is_sent for transfer in transfers) for transfers in (owned_task.inputs, owned_task.outputs)
+            )
+            rows.append(Owned(owned_task.paths, tuple(task_owners), arrays=(num_sent, num_returned)))
+        local_load = sum(local_task.cost * local_task.blocks for local_task in stage.local_tasks)
+        loads = [load + local_load for load in loads]
+        for cost, owner in zip(stage.costs, stage.owners, strict=True):
+            loads[owner] += cost
+    imbalance = max(loads) * count / sum(loads) - 1 if sum(loads) else 0.0
+    staged = [stage_bytes(config, stage) for stage in stages]
+    moves = _sides(config, layout, trace, stages).moves
+    sent = sum(stage_sent for stage_sent, _ in staged)
+    sent += sum(moved_bytes(config, variable_move.plan, shape_of(var).dtype) for var, variable_move in moves.items())
+    return Owners((*rows, *without_owner), count, imbalance, sent, sum(padding for _, padding in staged))
+
+
+def layout_bytes(config: StrategyConfig, layout: Layout) -> LayoutBytes | None:
+    """Return the bytes that an update sends for its work on matrices with either layout; None if it sends none."""
+    count = math.prod(config.mesh_shape[axis] for axis in owner_axes(config))
+    if not config.placement.opt_state or count == 1:
+        return None
+    trace = retrace(config, layout, jax.ShapeDtypeStruct((), jnp.float32), single_block=False)
+    gathered = gathered_bytes(trace.jaxpr, max(MIN_ELEMENTS, config.layout.min_shard_elements))
+    if not gathered:
+        return None
+    config = config.replace(opt_state_layout="matrices")
+    shapes = layout.treedef.unflatten([jax.ShapeDtypeStruct(plan.shape, plan.dtype) for plan in layout.plans])
+    owners = owners_of(config, make_layout(config, shapes))
+    assert owners is not None
+    return LayoutBytes(gathered * (count - 1) // count, owners.bytes_sent)
+
+
+def retrace(config: StrategyConfig, layout: Layout, value: jax.ShapeDtypeStruct, *, single_block: bool) -> Trace:
+    """Return the trace of the update of shapes, for the model, or for a model of a single block.
+
+    Args:
+      config: of the strategy.
+      layout: of the parameters.
+      value: the shape of the loss.
+      single_block: whether the model has a single block.
+    """
+    shape_with_blocks = lambda plan: (1, *plan.shape[1:]) if single_block and plan.stacked else plan.shape  # noqa: E731
+    shapes = [jax.ShapeDtypeStruct(shape_with_blocks(plan), plan.dtype) for plan in layout.trained]
+    params = layout.merge([None] * len(layout.plans), shapes)
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype)  # noqa: E731
+
+    def update(grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:
+        extra_args = ExtraArgs(loss, grads, lambda _: zeros(value), lambda *_: jax.tree.map(zeros, params))
+        return call_update(config.update.tx, grads, opt_state, params, _opaque(extra_args))
+
+    return trace_update(update, params, jax.eval_shape(config.update.tx.init, params), params, value)[0]
+
+
+def _opaque(extra_args: ExtraArgs) -> ExtraArgs:
+    """Make each evaluation of the loss a single equation of the trace."""
+    return extra_args._replace(value_fn=marked(LOSS, extra_args.value_fn), grad_fn=marked(LOSS, extra_args.grad_fn))
+
+
+def evaluate(
+    trace: Trace,
+    values: dict[jex.Var, jax.Array],
+    targets: Sequence[Atom],
+    read: Callable[[jex.Var, int], jax.Array] | None = None,
+) -> None:
+    """Compute the variables `targets`, equation by equation, and add all results to `values`.
+
+    Args:
+      trace: the equations.
+      values: the known variables, with their values.
+      targets: variables to compute.
+      read: `read(var, i)`, the value of a known variable for equation i; None: its entry of `values`.
+    """
+    equations, _ = slice_of(trace, targets, stop=set(values))
+    for i in sorted(equations):
+        eqn = trace.jaxpr.eqns[i]
+        reads = [var for var in eqn.invars if not isinstance(var, jex.Literal)]
+        args = [values[var] if read is None else read(var, i) for var in reads]
+        results = part_of(trace, {i}, reads, eqn.outvars)(*args)
+        values |= dict(zip(eqn.outvars, results, strict=True))

@@ -1,0 +1,49 @@
+"""Moves between shards of every matrix and whole matrices at their owners, by all-to-alls."""
+
+import functools
+import math
+
+import jax
+import numpy as np
+
+from shardopt.collectives import all_to_all
+from shardopt.config._config import StrategyConfig
+from shardopt.mesh import spec_axes
+from shardopt.partition import LeafPlan
+from shardopt.partition._owners import TENSOR
+
+
+def is_moved(plan: LeafPlan) -> bool:
+    """Return whether the optimizer state of a leaf is sharded differently from the leaf itself."""
+    return plan.dim is not None and plan.owned not in (None, plan.spec(sharded=True))
+
+
+def move(config: StrategyConfig, plan: LeafPlan, x: jax.Array, *, to_owners: bool) -> jax.Array:
+    """Move an array from the sharding of its parameter to the sharding of the optimizer state, or back.
+
+    Over data each device sends 1/N of its shard to every other device, (N-1)/N in total; the same over tensor.
+    """
+    param_spec, state_spec = plan.spec(sharded=True), plan.state_spec(sharded=True)
+    specs = (param_spec, state_spec) if to_owners else (state_spec, param_spec)
+    run = functools.partial(_exchange, plan=plan, to_owners=to_owners)
+    return jax.shard_map(run, mesh=config.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)(x)
+
+
+def _exchange(x: jax.Array, plan: LeafPlan, *, to_owners: bool) -> jax.Array:
+    """Cut blocks over the axes and join the shards of each block: over data, then over tensor. Or the inverse."""
+    assert plan.dim is not None
+    steps = [] if plan.dim == 0 else [(plan.axes, plan.dim)]
+    steps += [(TENSOR, dim) for dim, entry in enumerate(plan.tensor) if entry == TENSOR]
+    for axis, dim in steps if to_owners else reversed(steps):
+        x = all_to_all(x, axis, *((0, dim) if to_owners else (dim, 0)))
+    return x
+
+
+def moved_bytes(config: StrategyConfig, plan: LeafPlan, dtype: np.dtype) -> int:
+    """Return the bytes of an array like a parameter that a device sends, one way."""
+    param_spec, sizes = plan.spec(sharded=True), config.mesh_shape
+    steps = [] if plan.dim == 0 else [plan.shard_axes]
+    steps += [(TENSOR,)] if TENSOR in tuple(plan.tensor) else []
+    shard = math.prod(plan.shape) * dtype.itemsize // math.prod(sizes[axis] for axis in spec_axes(param_spec))
+    groups = [math.prod(sizes[axis] for axis in axes) for axes in steps]
+    return sum(shard * (n - 1) // n for n in groups)

@@ -1,0 +1,129 @@
+"""The mathematics of a server: where parameters and states live, and how a push changes them."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from shardopt.core._errors import format_error
+from shardopt.core._types import PyTree
+from shardopt.parameter_server._apply import Programs, UpdateResult, copy_without_weak_type, run_arguments
+from shardopt.parameter_server._fragments import Fragment, FragmentPlan, put_fragment, take_fragment
+from shardopt.parameter_server._sparse import gather_union_rows, has_rows
+from shardopt.parameter_server._updates import Update, check_update, replace_trained, trained
+
+ServerArrays = tuple[PyTree, PyTree, PyTree]
+"""`(params, opt_state, rule_state)`, as a `ServerState` has them."""
+
+
+class Mathematics(Protocol):
+    """The placement of parameters and optimizer state, and the functions that update them: on one server, or on several."""
+
+    def begin(self, params: PyTree, /) -> ServerArrays:
+        """Return the parameters and the initial states."""
+        ...
+
+    def adopt(self, arrays: ServerArrays, /) -> ServerArrays:
+        """Place the parameters and states from a checkpoint."""
+        ...
+
+    def full_params(self, params: PyTree, /) -> PyTree:
+        """Return the parameters as users know them."""
+        ...
+
+    def changed_by(self, update: Update, params: PyTree, /) -> PyTree:
+        """Return the trained parameters that an update changes, or their shapes and dtypes; None for all others."""
+        ...
+
+    def check(self, update: Update | None, params: PyTree, worker: int, /) -> Update:
+        """Return the update, or refuse it if it does not fit."""
+        ...
+
+    def apply(self, arrays: ServerArrays, updates: Sequence[Any], pulled: PyTree, delay: int, /) -> UpdateResult:
+        """Apply the mean of the updates, summed in list order, so that the same updates give the same bits."""
+        ...
+
+    def copy(self, arrays: ServerArrays, /) -> ServerArrays:
+        """Return copies for a checkpoint, which the next update does not overwrite."""
+        ...
+
+
+def copy_states(arrays: ServerArrays) -> ServerArrays:
+    """Return the same parameters and copies of the states, because the next update takes over the states' memory."""
+    return arrays[0], *jax.tree.map(jnp.copy, arrays[1:])
+
+
+@dataclass(frozen=True)
+class OneServer:
+    """The mathematics of one server, which has all parameters.
+
+    Attributes:
+      programs: the programs of an update.
+      plan: the assignment of parameters to fragments, each with its own states; None if a push changes all parameters.
+      messages: shapes and dtypes of trained parameters -> shapes of their message.
+    """
+
+    programs: Programs
+    plan: FragmentPlan | None = None
+    messages: dict[Hashable, PyTree] = field(default_factory=dict, init=False, repr=False, compare=False)
+    adopt = full_params = staticmethod(lambda value: value)
+    copy = staticmethod(copy_states)
+
+    def begin(self, params: PyTree) -> ServerArrays:
+        """Return copies of the parameters, and the initial states; with fragments a tuple of them."""
+        params, plan = jax.tree.map(copy_without_weak_type, params), self.plan
+        if plan is None:
+            return params, *self.programs.begin(trained(params))
+        states = [self.programs.begin(plan.take(params, number)) for number in range(plan.num_fragments)]
+        return params, *map(tuple, zip(*states, strict=True))
+
+    def changed_by(self, update: Update, params: PyTree) -> PyTree:
+        """Return the trained parameters that an update changes, with None for all others."""
+        return trained(params) if self.plan is None else take_fragment(self.plan, params, update.grads.number)
+
+    def check(self, update: Any, params: PyTree, worker: int) -> Update:
+        """Return the update, or refuse it if it does not match the parameters, or their message."""
+        if self.plan is not None and not (isinstance(update, Update) and isinstance(update.grads, Fragment)):
+            problem = f"worker {worker} must push an Update of a fragment, got {type(update).__name__}."
+            raise TypeError(format_error("parameter_server", problem))
+        changed_params = self.changed_by(update, params)
+        check_update(_without_fragment(update), changed_params, worker, self._message(changed_params))
+        return update
+
+    def apply(self, arrays: ServerArrays, updates: Sequence[Update], pulled: PyTree, delay: int) -> UpdateResult:
+        """Apply the mean of the updates to the parameters and states that they change."""
+        (params, *states), number = arrays, None if self.plan is None else updates[0].grads.number
+        old = self.changed_by(updates[0], params)
+        pulled = None if pulled is None else self.changed_by(updates[0], pulled)
+        old_states = states if number is None else [fragment_states[number] for fragment_states in states]
+        row_indices, updates = None, [_without_fragment(update) for update in updates]
+        if has_rows(updates[0].grads):
+            grads, row_indices = gather_union_rows([update.grads for update in updates], old)
+            updates = [update._replace(grads=g) for g, update in zip(grads, updates, strict=True)]
+        result = self.programs.update(run_arguments((old, *old_states), updates, pulled, delay), row_indices)
+        if self.plan is None or number is None:
+            return result._replace(params=replace_trained(params, result.params))
+        opt_state, rule_state = (
+            (*fragment_states[:number], new_state, *fragment_states[number + 1 :])
+            for fragment_states, new_state in zip(states, (result.opt_state, result.rule_state), strict=True)
+        )
+        new_params = put_fragment(self.plan, params, number, result.params)
+        return UpdateResult(new_params, opt_state, rule_state, result.metrics)
+
+    def _message(self, trained_params: PyTree) -> PyTree:
+        """Return the shapes of the message of a push; None if pushes are not encoded."""
+        if self.programs.codec is None:
+            return None
+        leaf_types = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(trained_params))
+        key = jax.tree.structure(trained_params), leaf_types
+        if key not in self.messages:
+            self.messages[key] = self.programs.codec.message(trained_params)
+        return self.messages[key]
+
+
+def _without_fragment(update: Any) -> Any:
+    """Return the update with the tree of its fragment as gradient."""
+    is_fragment = isinstance(update, Update) and isinstance(update.grads, Fragment)
+    return update._replace(grads=update.grads.tree) if is_fragment else update

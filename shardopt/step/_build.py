@@ -1,0 +1,249 @@
+"""Build a strategy: from a config to `init`, `step` and the other functions of a `ShardedOptimizer`."""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardopt.config._check import check_config
+from shardopt.config._config import StrategyConfig
+from shardopt.config._layout import Layout, shardings
+from shardopt.core._errors import format_error
+from shardopt.core._tracebacks import api_boundary
+from shardopt.core._types import Metric, PyTree, TrainState
+from shardopt.losses._metrics import values
+from shardopt.losses._view import Views
+from shardopt.matrices._owned_update import layout_bytes, owners_of
+from shardopt.mesh import on_mesh
+from shardopt.partition import Report, report
+from shardopt.step._batches import as_arrays
+from shardopt.step._cache import LayoutCache, limit_in_flight
+from shardopt.step._compile import AotCompiled, make_program
+from shardopt.step._inputs import (
+    check_batch,
+    check_params,
+    check_placement,
+    check_state,
+    copied,
+    is_init_fn,
+    place_batch,
+    typed_key,
+)
+from shardopt.step._optimizer import Metrics, ShardedOptimizer, not_a_transformation
+from shardopt.step._step import CompiledStep, Program, compile_step
+
+StepCache = LayoutCache[CompiledStep]
+
+UNDECIDED = "view: the first step chooses it."
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchFn:
+    """A compiled function of a train state and a batch: `opt.evaluate`, or `opt.step`, a `TrainFn`.
+
+    The batch is a pytree with leaves [global batch, ...]: numpy arrays, which hold the whole global batch on every
+    process, or jax arrays that are global already.
+
+    Attributes:
+      prepare: checks a state and a batch, and returns the program and its arguments.
+      limit: limits the number of calls that run at the same time.
+    """
+
+    prepare: Callable[[TrainState, PyTree], tuple[Program, tuple[PyTree, PyTree]]]
+    limit: Callable[[PyTree], PyTree]
+
+    @api_boundary
+    def __call__(self, state: TrainState, batch: PyTree) -> PyTree:
+        """Run on a state and a batch."""
+        program, args = self.prepare(state, batch)
+        return self.limit(program(*args))
+
+    @api_boundary
+    def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
+        """Return the lowered program, also for abstract arguments."""
+        program, args = self.prepare(state, batch)
+        return program.lower(*args)
+
+
+class TrainFn(BatchFn):
+    """`opt.step`."""
+
+    @api_boundary
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """Take a step; metrics are arrays."""
+        state, metrics = self.with_kinds(state, batch)
+        return state, values(metrics)
+
+    def with_kinds(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array | Metric]]:
+        """Take a step and return metrics with their kinds, `Sum`, `Max` or `Min`."""
+        return super().__call__(state, batch)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StrategyFunctions:
+    """The functions of a `ShardedOptimizer`; nothing is compiled before the first parameters.
+
+    Attributes:
+      config: the checked arguments of the strategy.
+      caches: the compiled programs, by view and by parameter structure.
+      views: chooses the view of each batch shape, for steps.
+      evaluation_views: chooses the view of each batch shape, for evaluations.
+      checked_steps: the ids of the compiled steps that have checked the placement of a state.
+    """
+
+    config: StrategyConfig
+    caches: dict[str, StepCache]
+    views: Views
+    evaluation_views: Views
+    checked_steps: set[int] = dataclasses.field(default_factory=set)
+
+    @property
+    def cache(self) -> StepCache:
+        """The programs to use before the view of a batch is known."""
+        return self.caches["global" if self.config.loss.view == "global" else "per_device"]
+
+    def init(self, params: PyTree, rng: jax.Array | None = None) -> TrainState:
+        """Create the train state, sharded, from parameters or from `init_fn(rng)`; `rng` also seeds the steps."""
+        # optax.chain and flax's TrainState call `init` as soon as they have parameters, and `update` only with gradients.
+        # The frame between is that of `api_boundary`.
+        if sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] in ("optax", "flax"):
+            raise not_a_transformation(self.config.strategy)
+        with jax.transfer_guard("allow"):  # init must copy parameters to devices
+            return self.make_state(params, rng)
+
+    def make_state(self, params: PyTree, rng: jax.Array | None) -> TrainState:
+        """Return the first train state, sharded; it shares no buffer with the user's arrays."""
+        config = self.config
+        key = typed_key(config, rng)
+        init_key = key if rng is None else rng
+        from_key = is_init_fn(params)
+        compiled = self.cache.of(check_params(config, jax.eval_shape(params, init_key) if from_key else params))
+        in_shardings = (shardings(config.mesh, compiled.layout.specs.params),)
+        if from_key:
+            placed_params = init_program(config, compiled, params)(_replicate_key(config, init_key))
+        else:
+            if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+                fix = "pass arrays, or a function and a key: init(init_fn, rng)."
+                raise TypeError(format_error(config.strategy, "init was given shapes without values.", fix=fix))
+            # device_put hands back the same buffer on a device that has it already, even with may_alias=False.
+            copy = make_program(config, copied, in_shardings, compiled.shardings.params)
+            placed_params = copy(jax.device_put(params, compiled.shardings.params))
+        # A copy, because a transformation that keeps the parameters in its state would return the same buffers.
+        init_opt_state = lambda params: copied(compiled.init_opt_state(params))  # noqa: E731
+        opt_state = make_program(config, init_opt_state, in_shardings, compiled.shardings.opt_state)(placed_params)
+        # fold_in, so that the steps do not draw the same numbers as init_fn.
+        step_and_key = np.int32(0), np.asarray(jax.random.key_data(jax.random.fold_in(key, 0)))
+        step, rng = jax.device_put(step_and_key, (compiled.shardings.step, compiled.shardings.rng))
+        return TrainState(step, placed_params, opt_state, rng)
+
+    def prepare(self, state: TrainState, batch: PyTree, views: Views) -> tuple[CompiledStep, PyTree]:
+        """Check a state and a batch; return the programs in the view of the batch, and the placed batch."""
+        check_state(self.config, state)
+        batch = as_arrays(self.config.strategy, batch)
+        check_batch(self.config, batch)
+        compiled = self.cache.of(state.params)
+        if id(compiled) not in self.checked_steps:  # once, because a step returns its state with the right placement
+            check_placement(self.config, compiled.abstract, compiled.shardings, state)
+            self.checked_steps.add(id(compiled))
+        placed = place_batch(self.config, batch)
+        return self.caches[views.of(compiled.layout, placed)].of(state.params), placed
+
+    def prepare_step(self, state: TrainState, batch: PyTree) -> tuple[Program, tuple[PyTree, PyTree]]:
+        """Return the program of a step and its arguments."""
+        compiled, placed = self.prepare(state, batch, self.views)
+        return compiled.step, (state, placed)
+
+    def prepare_evaluate(self, state: TrainState, batch: PyTree) -> tuple[Program, tuple[PyTree, PyTree]]:
+        """Return the program of an evaluation and its arguments."""
+        compiled, placed = self.prepare(state, batch, self.evaluation_views)
+        return compiled.evaluate, (state.params, placed)
+
+    def synchronize(self, state: TrainState) -> TrainState:
+        """Return the state once all its copies are complete and equal; nothing is donated."""
+        check_state(self.config, state)
+        return jax.block_until_ready(self.cache.of(state.params).synchronize(state))
+
+    def compiled_step(self, abstract_params: PyTree = None) -> CompiledStep:
+        """Return the programs of these parameters, by default of the last ones."""
+        if abstract_params is None:
+            return self.cache.last()
+        return self.cache.of(check_params(self.config, abstract_params))
+
+    def specs(self, abstract_params: PyTree) -> TrainState:
+        """Return where every leaf of the train state lives, as `PartitionSpec`, without allocating anything."""
+        return self.cache.of(check_params(self.config, abstract_params)).specs
+
+    def abstract_state(self, abstract_params: PyTree = None) -> TrainState:
+        """Return the train state as `jax.ShapeDtypeStruct` with shardings, by default for the last parameters."""
+        compiled = self.compiled_step(abstract_params)
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            compiled.abstract,
+            compiled.shardings,
+        )
+
+    def report(self, abstract_params: PyTree = None) -> Report:
+        """Return the placement of every leaf (within a replica), by default for the last parameters."""
+        config, layout = self.config, self.compiled_step(abstract_params).layout
+        placement_report = report(
+            layout.plans,
+            layout.specs,
+            layout.abstract,
+            mesh=config.mesh,
+            params_split=config.placement.params,
+            state_split=config.placement.opt_state,
+            min_shard_elements=config.layout.min_shard_elements,
+        )
+        spec = config.home.spec
+        return placement_report._replace(
+            view=UNDECIDED if self.views.last is None else str(self.views.last),
+            owners=on_mesh(config.mesh, owners_of)(config, layout),
+            layouts=on_mesh(config.mesh, layout_bytes)(config, layout),
+            rows=tuple(
+                row._replace(params=spec(row.params), opt_state=spec(row.opt_state)) for row in placement_report.rows
+            ),
+        )
+
+
+def build(
+    config: StrategyConfig, compile_step: Callable[[StrategyConfig, Layout], CompiledStep] = compile_step
+) -> ShardedOptimizer:
+    """Check the config and return its optimizer.
+
+    Args:
+      config: the arguments of the strategy.
+      compile_step: makes the programs for one parameter structure.
+    """
+    config = check_config(config)
+    caches = {view: StepCache(config.replace(view=view), compile_step) for view in ("per_device", "global")}
+    views, evaluation_views = Views(config, training=True), Views(config.of_evaluation, training=False)
+    functions, limit = StrategyFunctions(config, caches, views, evaluation_views), limit_in_flight(config)
+    return ShardedOptimizer(
+        init=api_boundary(functions.init),
+        step=TrainFn(functions.prepare_step, limit),
+        evaluate=BatchFn(functions.prepare_evaluate, limit),
+        synchronize=api_boundary(functions.synchronize),
+        specs=api_boundary(functions.specs),
+        abstract_state=api_boundary(functions.abstract_state),
+        wrapped=config.update.tx,
+        mesh=config.home.mesh,
+        config=config._replace(report=functions.report),
+    )
+
+
+def _replicate_key(config: StrategyConfig, key: jax.Array) -> jax.Array:
+    """Put a key on the mesh as numbers, because jax puts no typed key on devices of other processes."""
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    numbers = np.asarray(jax.random.key_data(key) if typed else key)
+    placed = jax.device_put(numbers, NamedSharding(config.mesh, PartitionSpec()))
+    return jax.random.wrap_key_data(placed) if typed else placed
+
+
+def init_program(config: StrategyConfig, compiled: CompiledStep, init_fn: Callable[[jax.Array], PyTree]) -> AotCompiled:
+    """Return the jitted `init_fn` with a sharded result: each device makes only its own shard."""
+    replicated = NamedSharding(config.mesh, PartitionSpec())
+    return make_program(config, lambda rng: copied(init_fn(rng)), replicated, compiled.shardings.params)

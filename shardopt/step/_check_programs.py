@@ -1,0 +1,67 @@
+"""Checks of programs: calls that jax cannot run on a mesh, and compiled programs that would deadlock."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from shardopt.config._config import StrategyConfig
+from shardopt.core._errors import format_error
+from shardopt.hlo._collective import read_collective
+from shardopt.hlo._hlo_text import parse
+from shardopt.hlo._walk import collectives_of
+
+
+def check_jit(caller: str) -> None:
+    """Refuse, by a ValueError, to run op by op: a single operation has no mesh to be sharded over."""
+    jax_options: Any = jax.config  # type checkers do not know its attributes
+    if jax_options.jax_disable_jit:
+        problem = "jax_disable_jit is set, and what runs on a mesh must be compiled."
+        fix = (
+            "call it under jax.disable_jit(False), with jax.debug.print or jax.debug.breakpoint in the loss; or call "
+            "loss_fn(params, batch) by itself, which runs op by op."
+        )
+        raise ValueError(format_error(caller, problem, fix=fix))
+
+
+def check_traced(config: StrategyConfig, leaves: Sequence[jax.Array]) -> None:
+    """Refuse to be traced into a user's jitted function under another mesh than ours.
+
+    Raises:
+      TypeError: if axes are Explicit, or `jax.set_mesh` was called with other axes.
+    """
+    user_mesh, our_axes = jax.sharding.get_abstract_mesh(), config.mesh.axis_names
+    explicit = any(AxisType.Explicit in jax.typeof(leaf).sharding.mesh.axis_types for leaf in leaves)
+    if explicit or not (user_mesh.empty or set(user_mesh.axis_names) >= set(our_axes)):
+        obstacle = "arrays with Explicit axes" if explicit else f"jax.set_mesh of axes {user_mesh.axis_names}"
+        problem = f"this program cannot be traced into another one with {obstacle}."
+        fix = f"call it outside jit, where it is compiled already; or use a mesh with Auto axes {our_axes}."
+        raise TypeError(format_error(config.strategy, problem, fix=fix))
+
+
+def check_permutes(caller: str, mesh: Mesh, text: str) -> None:
+    conditional = [collective for collective in collectives_of(parse(text)) if collective.conditional]
+    permutes = [
+        read_collective(collective, mesh.shape, replicas=1, partitions=mesh.size)
+        for collective in conditional
+        if collective.kind == "collective-permute"
+    ]
+    # Permutes over pipeline are ours, in branches that all stages take together (a line search has them).
+    places = {
+        _source_of(permute.op_name)
+        for permute in permutes
+        if permute is not None and (permute.axes is None or "tensor" in permute.axes)
+    }
+    if not places:
+        return
+    problem = "the partitioner moves data over tensor by permutes inside of stages, which other stages never come to."
+    fix = (
+        "do not shift, cut or join a dim that a rule splits over tensor: give gate and value, or halves, a dim or a "
+        "weight of their own (as shardopt/models/_layers.py does), or change the rule."
+    )
+    raise ValueError(format_error(caller, problem, sorted(places), fix))
+
+
+def _source_of(op_name: str) -> str:
+    return op_name.rpartition("closed_call/")[2] or "a collective-permute without a name"

@@ -1,0 +1,118 @@
+"""The loss of a batch of any number of rows, as totals and weights that add up over batches."""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from shardopt.collectives import per_device
+from shardopt.config._config import StrategyConfig
+from shardopt.config._layout import Layout, shardings
+from shardopt.core._types import PyTree, TrainState
+from shardopt.losses._batch_dims import map_rows, num_rows
+from shardopt.losses._global_view import global_totals
+from shardopt.losses._metrics import neutral, of_rows
+from shardopt.losses._parts import LossParts
+from shardopt.losses._rows import RowContext, with_rows
+from shardopt.losses._sums import sum_parts
+from shardopt.losses._view import Views
+from shardopt.step._batches import as_arrays
+from shardopt.step._cache import LayoutCache
+from shardopt.step._compile import AotCompiled, make_program
+from shardopt.step._gradients import in_specs, micro_batch_losses
+from shardopt.step._inputs import check_rows, check_state, place_batch
+from shardopt.step._pipelined import pipelined_losses
+
+
+class Totals:
+    """`totals(state, batch)`: the loss and metrics of a batch of any number of rows, as totals and weights.
+
+    Let P be the number of devices along the axes of rows times micro_batches. The largest number of rows that P divides is
+    cut into P pieces, as in a step. The remaining rows, fewer than P, become pieces of one row each. The other pieces are
+    copies of the last row and count nothing. So for a loss that is a (weighted) mean over rows, totals and weights are
+    exactly the totals and weights of the rows.
+
+    In the global view a batch runs at once, so any loss is exact. If devices do not divide the batch, each device runs all
+    of it. In this view a batch whose leaves do not agree on a number of rows, such as a graph, counts as one row.
+
+    Args:
+      config: of the optimizer; its `of_evaluation` is run.
+    """
+
+    def __init__(self, config: StrategyConfig):
+        self._config = config.of_evaluation
+        self._pieces = self._config.num_row_pieces
+        self._views = Views(self._config, training=False)
+        self._layouts = LayoutCache(self._config, lambda _, layout: layout)
+        problem = "of a batch that the devices do not divide the loss sees a part at a time"
+        fix = f"use batches of a multiple of {self._pieces} rows, or view='global'"
+        loss_of_parts = with_rows(RowContext((), 1, refused=(problem, fix)), self._config.loss.loss_fn)
+        per_device_config, global_config = (self._config.replace(view=view) for view in ("per_device", "global"))
+        self._programs = LayoutCache(per_device_config, compile_totals)
+        self._uneven_programs = LayoutCache(per_device_config.replace(loss_fn=loss_of_parts), compile_totals)
+        self._global_programs = LayoutCache(global_config, compile_global_totals)
+
+    def __call__(self, state: TrainState, batch: PyTree) -> Iterator[LossParts]:
+        """Yield parts that add up to the loss of the batch; a plain value has its number of rows as weight."""
+        check_state(self._config, state)
+        batch = as_arrays(self._config.strategy, batch)
+        size, pieces = check_rows(self._config, batch), self._pieces
+        if size == 0:
+            return
+        if self._views.of(self._layouts.of(state.params), batch) == "global":
+            uneven = size is not None and size % self._config.axes.num_row_shares != 0
+            placed = place_batch(self._config, batch, everywhere=uneven)
+            yield self._global_programs.of(state.params)(state.params, placed)
+            return
+        assert size is not None  # without a number of rows only the global view is possible
+        even_rows = size // pieces * pieces
+        program = (self._programs if even_rows == size else self._uneven_programs).of(state.params)
+        if even_rows:
+            even_batch = batch if even_rows == size else self._select_rows(batch, slice(even_rows))
+            yield self._run(program, state, even_batch, pieces)
+        if even_rows < size:
+            rows = np.minimum(np.arange(even_rows, even_rows + pieces), size - 1)
+            yield self._run(program, state, self._select_rows(batch, rows), size - even_rows)
+
+    def _run(self, program: AotCompiled, state: TrainState, batch: PyTree, valid: int) -> LossParts:
+        counted = np.arange(self._pieces) < valid
+        counted_config = self._config.replace(batch_dims=(), sequence_dims=())  # they are about the leaves of the batch
+        return program(state.params, place_batch(self._config, batch), place_batch(counted_config, counted))
+
+    def _select_rows(self, batch: PyTree, rows: slice | np.ndarray) -> PyTree:
+        return map_rows(self._config, lambda leaf, dim: leaf[(slice(None),) * dim + (rows,)], batch)
+
+
+def compile_totals(config: StrategyConfig, layout: Layout) -> AotCompiled:
+    """Return `(params, batch, counted) -> LossParts`: the sum over the pieces that `counted`, a bool a piece, selects."""
+    losses = micro_batch_losses if config.schedule is None else pipelined_losses
+
+    def local(params, batch, step, rng, counted):
+        parts = losses(config, layout, params, batch, step, rng)
+        size = num_rows(config, batch) // config.loss.micro_batches
+
+        def mask_uncounted(metric):
+            metric = of_rows(metric, size)
+            mask = lambda x: counted.reshape(counted.shape + (1,) * (x.ndim - 1))  # noqa: E731
+            return jax.tree.map(lambda x, default: jnp.where(mask(x), x, default), metric, neutral(metric))
+
+        metrics = {name: mask_uncounted(metric) for name, metric in parts.metrics.items()}
+        return sum_parts(LossParts(mask_uncounted(parts.loss), metrics, {}), config.axes)
+
+    def totals(params, batch, counted):
+        specs = *in_specs(config, layout, batch), PartitionSpec(config.axes.rows)
+        run = per_device(local, config.mesh, in_specs=specs, out_specs=PartitionSpec())
+        return run(layout.treedef.flatten_up_to(params), batch, None, None, counted)
+
+    param_shardings = shardings(config.mesh, layout.specs.params)
+    replicated = config.home.shardings(PartitionSpec())
+    return make_program(config, totals, (param_shardings, None, None), replicated)
+
+
+def compile_global_totals(config: StrategyConfig, layout: Layout) -> AotCompiled:
+    """Return `(params, batch) -> LossParts` of the whole batch."""
+    param_shardings = shardings(config.mesh, layout.specs.params)
+    replicated = config.home.shardings(PartitionSpec())
+    return make_program(config, global_totals(config, layout), (param_shardings, None), replicated)

@@ -1,0 +1,142 @@
+"""The contract of every strategy: pure functions over a mesh, and the config they were built from."""
+
+from typing import NamedTuple, NoReturn, Protocol
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from shardopt.config._config import StrategyConfig
+from shardopt.core._errors import error_text, format_error
+from shardopt.core._types import Metric, PyTree, TrainState
+
+Metrics = dict[str, jax.Array]
+
+
+class InitFn(Protocol):
+    """`init(params, rng=None)` or `init(init_fn, rng)`."""
+
+    def __call__(self, params: PyTree, rng: jax.Array | None = None) -> TrainState:
+        """Return the first train state, created sharded."""
+        ...
+
+
+class StepFn(Protocol):
+    """`step(state, batch)`; batch leaves are [global batch, ...]."""
+
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """Return the next train state, and loss, gradient norm and metrics of the batch. Donates `state`."""
+        ...
+
+    def with_kinds(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array | Metric]]:
+        """Take a step and return metrics with their kinds, `Sum`, `Max` or `Min`, so that they can be combined with others."""
+        ...
+
+    def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
+        """Return the lowered program, also for abstract arguments."""
+        ...
+
+
+class EvaluateFn(Protocol):
+    """`evaluate(state, batch)`; batch leaves are [global batch, ...]."""
+
+    def __call__(self, state: TrainState, batch: PyTree) -> Metrics:
+        """Return the loss and metrics of a batch: no gradient, no random key, nothing donated."""
+        ...
+
+    def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
+        """Return the lowered program, also for abstract arguments."""
+        ...
+
+
+class SynchronizeFn(Protocol):
+    """`synchronize(state)`."""
+
+    def __call__(self, state: TrainState) -> TrainState:
+        """Return the state once all its copies are complete and equal."""
+        ...
+
+
+class SpecsFn(Protocol):
+    """`specs(abstract_params)`."""
+
+    def __call__(self, abstract_params: PyTree) -> TrainState:
+        """Return where every leaf of the train state lives, as `PartitionSpec`; allocates nothing."""
+        ...
+
+
+class AbstractStateFn(Protocol):
+    """`abstract_state(abstract_params=None)`."""
+
+    def __call__(self, abstract_params: PyTree = None) -> TrainState:
+        """Return the train state as `jax.ShapeDtypeStruct` with shardings."""
+        ...
+
+
+class ShardedOptimizer(NamedTuple):
+    """An optax optimizer made distributed: a bundle of pure functions over a mesh.
+
+    Attributes:
+      init: `init(params, rng=None)` or `init(init_fn, rng) -> TrainState`, created sharded.
+      step: `step(state, batch) -> (state, metrics)`. Jitted; donates `state`. `step.lower(state, batch)`
+        returns the `jax.stages.Lowered` program, also for abstract arguments. An array that is two leaves of `state`,
+        or a leaf of both `state` and `batch`, is copied first, because its memory can be donated only once.
+      evaluate: `evaluate(state, batch) -> metrics`, the loss and aux metrics of a batch: no gradient, no rng,
+        nothing donated.
+      synchronize: `synchronize(state) -> state`, once all copies of the state are complete and equal. In a synchronous
+        strategy they are equal after every step, so this waits for the devices.
+      specs: `specs(abstract_params) -> TrainState` of `PartitionSpec`, without allocating anything.
+      abstract_state: `abstract_state(abstract_params=None) -> TrainState` of `jax.ShapeDtypeStruct` with their
+        `NamedSharding`: the target for restoring a checkpoint. Without an argument it describes the parameters of the
+        last call of `init`, `specs` or `step`, and raises ValueError if there was none.
+      wrapped: the optax transformation.
+      mesh: the user's mesh, on which state and metrics live.
+      config: the arguments of the strategy, with `config.report()`.
+    """
+
+    init: InitFn
+    step: StepFn
+    evaluate: EvaluateFn
+    synchronize: SynchronizeFn
+    specs: SpecsFn
+    abstract_state: AbstractStateFn
+    wrapped: optax.GradientTransformation
+    mesh: Mesh
+    config: StrategyConfig
+
+    def update(self, *_: PyTree, **__: PyTree) -> NoReturn:
+        """Refuse to be used as an optax transformation; `init` does the same if optax or flax calls it.
+
+        Raises:
+          TypeError: always.
+        """
+        raise not_a_transformation(self.config.strategy)
+
+    @property
+    def world_size(self) -> int:
+        """The number of devices in the mesh."""
+        return self.mesh.size
+
+    @property
+    def rank(self) -> int:
+        """The position in the mesh, from 0 to `world_size - 1`, of this process's first device."""
+        process = jax.process_index()
+        return next(i for i, device in enumerate(self.mesh.devices.flat) if device.process_index == process)
+
+
+def check_is_strategy(opt: object) -> None:
+    """Refuse, by a TypeError, a value that is not a `ShardedOptimizer`, such as the loss or the optax transformation."""
+    if not isinstance(opt, ShardedOptimizer):
+        problem = f"opt must be a so.ShardedOptimizer, got {type(opt).__name__}."
+        raise TypeError(error_text(problem, fix="pass what so.ddp, so.zero, so.fsdp or so.hybrid returns."))
+
+
+def not_a_transformation(strategy: str) -> TypeError:
+    """Return the error for a `ShardedOptimizer` in `optax.chain`, `optax.MultiSteps` or flax's `TrainState.create`."""
+    problem = f"so.{strategy} returns no optax transformation: its step takes a batch, not gradients."
+    fix = (
+        f"put what is of optax inside, so.{strategy}(optax.chain(clip, tx), ...), and train with state, metrics = "
+        "opt.step(state, batch), which computes gradients itself; flax's TrainState becomes one of these by "
+        "so.adopt(opt, state), made with tx=opt.wrapped."
+    )
+    return TypeError(format_error(strategy, problem, fix=fix))

@@ -1,0 +1,262 @@
+"""Gradients of micro-batches that go through a pipeline; each device runs the blocks of its stage."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from shardopt.config._config import StrategyConfig
+from shardopt.config._layout import Layout
+from shardopt.core._block_model import BLOCKS, BlockModel, as_block_model, call
+from shardopt.core._block_remat import checkpointed
+from shardopt.core._errors import format_error
+from shardopt.core._types import PyTree
+from shardopt.losses._batch_dims import num_rows
+from shardopt.losses._loss import all_gather_leaves, step_key
+from shardopt.losses._parts import LossParts, loss_parts
+from shardopt.losses._rows import row_context, with_rows
+from shardopt.losses._sums import cut, reduce_scatter_grads
+from shardopt.partition import LeafPlan
+from shardopt.pipeline import Schedule
+from shardopt.pipeline import _messages as messages
+from shardopt.pipeline import _uneven as uneven
+from shardopt.pipeline._cut import is_even
+from shardopt.pipeline._executor import execute, forward_only
+from shardopt.pipeline._messages import Index
+from shardopt.remat._gathered_block import leaves_like
+from shardopt.remat._split_backward import floating, replaced
+from shardopt.trace._parts import Arrays
+
+
+def pipelined_gradients(
+    config: StrategyConfig,
+    layout: Layout,
+    params: list[jax.Array],
+    batch: PyTree,
+    step: jax.Array,
+    rng: jax.Array | None,
+) -> tuple[list[jax.Array], LossParts]:
+    """Return what `micro_batch_gradients` returns: gradients of this stage's blocks, and of outer leaves that it uses.
+
+    Outer parameters are gathered once a step, and their gradients scattered once. Parameters of blocks are gathered and
+    scattered where they are used, as without a pipeline; or once a step if the config has `regather=False`.
+    """
+    schedule = config.schedule
+    assert schedule is not None
+    blocks, outer = _block_and_outer(layout)
+    trained_blocks = [i for i in blocks if layout.plans[i].trainable]
+    trained_outer = [i for i in outer if layout.plans[i].trainable]
+    model = _pipelined_model(config, layout, params, batch, step, rng)
+    sums = execute(
+        schedule,
+        model,
+        _stage_weights(config, layout, schedule, params),
+        layout.counts,
+        remat=config.loss.remat,
+        block_specs=[layout.plans[i].tensor for i in trained_blocks],
+        outer_specs=[layout.plans[i].tensor for i in trained_outer],
+    )
+    block_grads = [g.astype(layout.plans[i].dtype) for i, g in zip(trained_blocks, sums.blocks, strict=True)]
+    if config.gathers_once:
+        block_grads = reduce_scatter_grads(config.wire, block_grads, [layout.plans[i] for i in trained_blocks])
+    grads = dict(zip(trained_blocks, block_grads, strict=True))
+    outer_grads = [g.astype(layout.plans[i].dtype) for i, g in zip(trained_outer, sums.outer, strict=True)]
+    if config.placement.grads:
+        outer_grads = reduce_scatter_grads(config.wire, outer_grads, [layout.plans[i] for i in trained_outer])
+    grads |= dict(zip(trained_outer, outer_grads, strict=True))
+    return [grads[i] for i in sorted(grads)], sums.parts
+
+
+def stored_order(schedule: Schedule, layout: Layout, grads: list[jax.Array]) -> list[jax.Array]:
+    """Return reduced gradients in the stored order of blocks, which is the model's order."""
+    plans = layout.trained
+    blocks = [i for i, plan in enumerate(plans) if plan.stacked]
+    result, block_grads = list(grads), [grads[i] for i in blocks]
+    tensor_specs = [plans[i].tensor for i in blocks]
+    if is_even(layout.counts):
+        ordered_grads = messages.to_model(schedule, block_grads, tensor_specs)
+    else:
+        ordered_grads = uneven.to_model(
+            schedule, layout.counts, block_grads, [plans[i].spread for i in blocks], tensor_specs
+        )
+    for i, grad in zip(blocks, ordered_grads, strict=True):
+        result[i] = grad
+    return result
+
+
+def pipelined_losses(
+    config: StrategyConfig,
+    layout: Layout,
+    params: list[jax.Array],
+    batch: PyTree,
+    step: jax.Array,
+    rng: jax.Array | None,
+) -> LossParts:
+    """Return what `micro_batch_losses` returns; the parts are zeros on all stages but the last block's."""
+    schedule = config.schedule
+    assert schedule is not None
+    model = _pipelined_model(config, layout, params, batch, step, rng)
+    return forward_only(schedule, model, _stage_weights(config, layout, schedule, params), layout.counts)
+
+
+def _stage_weights(
+    config: StrategyConfig, layout: Layout, schedule: Schedule, params: list[jax.Array]
+) -> list[jax.Array]:
+    """Return the blocks of this stage, stacked in the schedule's order; gathered if blocks are gathered once a step."""
+    plans = [plan for plan in layout.plans if plan.stacked]
+    stored, tensor_specs = [params[i] for i in _block_and_outer(layout)[0]], [plan.tensor for plan in plans]
+    if is_even(layout.counts):
+        weights = messages.to_schedule(schedule, stored, tensor_specs)
+    else:
+        weights = uneven.to_schedule(schedule, layout.counts, stored, [plan.spread for plan in plans], tensor_specs)
+    return all_gather_leaves(config, weights, plans) if config.gathers_once else weights
+
+
+def _block_and_outer(layout: Layout) -> tuple[list[int], list[int]]:
+    """Return the indices of the leaves of blocks, and of the outer leaves."""
+    blocks = [i for i, plan in enumerate(layout.plans) if plan.stacked]
+    return blocks, [i for i, plan in enumerate(layout.plans) if not plan.stacked]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _PipelinedModel:
+    """The model in one step: `StageFns` of lists of leaves and micro-batch numbers.
+
+    Attributes:
+      params: the leaves; outer ones are gathered, once for all micro-batches. Gradients are with respect to these.
+      micro_batches: the leaves of the batch that have rows, each cut into micro-batches.
+      assemble: makes a batch from one micro-batch of each leaf.
+      rows: the number of rows of a micro-batch.
+    """
+
+    config: StrategyConfig
+    layout: Layout
+    model: BlockModel
+    params: Arrays
+    micro_batches: Arrays
+    assemble: Callable[..., PyTree]
+    rows: int
+    step: jax.Array
+    rng: jax.Array | None
+
+    @property
+    def trained(self) -> list[int]:
+        return [position for position, plan in enumerate(self._block_plans) if plan.trainable]
+
+    @property
+    def remat_blocks(self) -> bool:
+        return self.model.remat == "full"
+
+    def embed(self, m: Index) -> Arrays:
+        return jax.tree.leaves(self._embed(self._trained_outer, m))
+
+    def embed_grads(self, m: Index, dx: Arrays) -> Arrays:
+        def inexact_leaves(outer):
+            x = jax.tree.leaves(self._embed(outer, m))
+            return [x[i] for i in floating(self._x[0])]
+
+        return jax.vjp(inexact_leaves, self._trained_outer)[1](dx)[0]
+
+    def loss(self, m: Index, x: Arrays) -> LossParts:
+        return self._loss(self._trained_outer, m, x)
+
+    def loss_grads(self, m: Index, x: Arrays) -> tuple[Arrays, Arrays, LossParts]:
+        inexact = floating(self._x[0])
+
+        def loss_total(outer, inexact_leaves):
+            parts = self._loss(outer, m, replaced(x, inexact, inexact_leaves))
+            return parts.loss.total / self.config.num_pieces, parts
+
+        differentiate = jax.grad(loss_total, argnums=(0, 1), has_aux=True)
+        (grads, dx), parts = differentiate(self._trained_outer, [x[i] for i in inexact])
+        return dx, grads, parts
+
+    def block(self, block_args: Arrays, x: Arrays) -> Arrays:
+        (*leaves, number, m), (shapes, treedef) = block_args, self._x
+        if _gathers(self.config) and not self.config.gathers_once:
+            leaves = all_gather_leaves(self.config, leaves, self._block_plans, of_block=True)
+
+        def run(weights, x):
+            return call(self.model.block, self._key(m), number, weights, x)
+
+        if not self.remat_blocks:  # the stage itself does "full" remat
+            run = checkpointed(self.model.remat, run)
+        plans = self.layout.treedef.unflatten(self.layout.plans)
+        y = run(jax.tree.structure(plans[BLOCKS]).unflatten(leaves), treedef.unflatten(x))
+        return leaves_like(self.config.strategy, shapes, treedef, y)
+
+    def reduce(self, dw: Arrays) -> Arrays:
+        placement = self.config.placement
+        if not placement.grads or placement.params:
+            return dw
+        return reduce_scatter_grads(
+            self.config.wire, dw, [plan.of_block() for plan in self._block_plans if plan.trainable]
+        )
+
+    @property
+    def _block_plans(self) -> list[LeafPlan]:
+        return [plan for plan in self.layout.plans if plan.stacked]
+
+    @property
+    def _trained_outer_indices(self) -> list[int]:
+        return [i for i, plan in enumerate(self.layout.plans) if plan.trainable and not plan.stacked]
+
+    @property
+    def _trained_outer(self) -> Arrays:
+        return [self.params[i] for i in self._trained_outer_indices]
+
+    def _outer(self, trained: Arrays) -> PyTree:
+        params = self.layout.treedef.unflatten(replaced(self.params, self._trained_outer_indices, trained))
+        return {name: value for name, value in params.items() if name != BLOCKS}
+
+    def _rows(self, m: Index) -> PyTree:
+        return self.assemble([jax.lax.dynamic_index_in_dim(x, m, 0, keepdims=False) for x in self.micro_batches])
+
+    def _key(self, m: Index) -> jax.Array | None:
+        return None if self.rng is None else step_key(self.config, self.step, self.rng, m)
+
+    def _embed(self, outer: Arrays, m: Index) -> PyTree:
+        return call(self.model.embed, self._key(m), self._block_plans[0].shape[0], self._outer(outer), self._rows(m))
+
+    @functools.cached_property
+    def _x(self) -> tuple[list[jax.ShapeDtypeStruct], PyTree]:
+        """The shapes and the structure of the input of a block."""
+        return jax.tree.flatten(jax.eval_shape(self._embed, self._trained_outer, jnp.int32(0)))
+
+    def _loss(self, outer: Arrays, m: Index, x: Arrays) -> LossParts:
+        index, inputs = self._block_plans[0].shape[0] + 1, self._x[1].unflatten(x)
+        returned = call(self.model.loss, self._key(m), index, self._outer(outer), inputs, self._rows(m))
+        parts = loss_parts(self.config.strategy, returned, self.rows)
+        if isinstance(parts.loss.total, tuple):
+            problem = (
+                "a loss of several terms needs the weights of all micro-batches before the first is differentiated."
+            )
+            fix = "use one total and weight in a pipeline, or a mesh with pipeline=1."
+            raise ValueError(format_error(self.config.strategy, problem, fix=fix))
+        return parts
+
+
+def _pipelined_model(
+    config: StrategyConfig,
+    layout: Layout,
+    params: list[jax.Array],
+    batch: PyTree,
+    step: jax.Array,
+    rng: jax.Array | None,
+) -> _PipelinedModel:
+    """Return the model in one step; it gathers the outer parameters."""
+    model = as_block_model(with_rows(row_context(config), config.loss.loss_fn))
+    assert model is not None
+    micro_batches, assemble = cut(config, batch, config.loss.micro_batches)
+    if _gathers(config):
+        _, outer = _block_and_outer(layout)
+        gathered = all_gather_leaves(config, [params[i] for i in outer], [layout.plans[i] for i in outer])
+        params = replaced(params, outer, gathered)
+    rows = num_rows(config, batch) // config.loss.micro_batches
+    return _PipelinedModel(config, layout, model, params, micro_batches, assemble, rows, step, rng)
+
+
+def _gathers(config: StrategyConfig) -> bool:
+    return config.placement.params or config.wire.gather_dtype is not None

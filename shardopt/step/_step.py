@@ -1,0 +1,135 @@
+"""The train step of a strategy: differentiate, update, gather; compiled per parameter structure at the first call."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import jax
+from jax.sharding import PartitionSpec
+
+from shardopt.config._compression import CompressedOptState, init_compression
+from shardopt.config._config import StrategyConfig
+from shardopt.config._layout import Layout, shardings
+from shardopt.config._offload import on_host, to_device, to_host
+from shardopt.core._types import Metric, PyTree, TrainState
+from shardopt.losses._metrics import values
+from shardopt.losses._parts import Gradients
+from shardopt.step._aliases import DonatedState
+from shardopt.step._compile import make_program
+from shardopt.step._gradients import make_gradients, make_loss
+from shardopt.step._optimizer import Metrics
+from shardopt.step._update import all_gather_params, apply_update, gradient_norm
+
+
+class Program(Protocol):
+    """A function that is compiled at its first call."""
+
+    def __call__(self, state: PyTree, batch: PyTree, /) -> PyTree:
+        """Run the program on a train state, or its parameters, and a batch."""
+        ...
+
+    def lower(self, state: PyTree, batch: PyTree, /) -> jax.stages.Lowered:
+        """Return the lowered program, also for abstract arguments."""
+        ...
+
+
+class CompiledStep(NamedTuple):
+    """A strategy for one parameter structure: the placement of its train state, and its programs.
+
+    Attributes:
+      layout: where every leaf lives; if each replica trains by itself, where it lives within a replica.
+      abstract: the train state as shapes and dtypes.
+      specs: the train state as `PartitionSpec`.
+      shardings: the same as `NamedSharding`.
+      init_opt_state: `params -> opt_state`, the first optimizer state, in the global view.
+      step: `(state, batch) -> (state, metrics)`, donating the state; metrics may still have a kind.
+      evaluate: `(params, batch) -> metrics`.
+      synchronize: `state -> state`, all copies of it equal.
+    """
+
+    layout: Layout
+    abstract: TrainState
+    specs: TrainState
+    shardings: TrainState
+    init_opt_state: Callable[[PyTree], PyTree]
+    step: Program
+    evaluate: Program
+    synchronize: Callable[[TrainState], TrainState]
+
+
+def compile_step(config: StrategyConfig, layout: Layout) -> CompiledStep:
+    """Return the programs of a synchronous strategy."""
+    differentiate, loss = make_gradients(config, layout), make_loss(config, layout)
+
+    def value_fn(state: TrainState, batch: PyTree) -> Callable[[PyTree], jax.Array]:
+        return lambda params: loss(params, batch, state.step, state.rng)[0]
+
+    def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array | Metric]]:
+        opt_state, reducer_state = _split_opt_state(config, layout, state.opt_state)
+        # This phase all-gathers the parameters where the loss reads them, differentiates, and reduces the gradients.
+        gradients = differentiate(state.params, batch, state.step, state.rng, reducer_state)
+        params, opt_state = apply_update(config, layout, state.params, opt_state, gradients, value_fn(state, batch))
+        params = all_gather_params(config, layout, params)
+        opt_state = _join_opt_state(config, layout, opt_state, gradients.reducer)
+        return TrainState(state.step + 1, params, opt_state, state.rng), metrics_of(config, layout, gradients)
+
+    out_shardings, in_shardings = (
+        on_host(config.update.offload, layout.abstract, state_shardings)
+        for state_shardings in (config.home.shardings(layout.specs), shardings(config.mesh, layout.specs))
+    )
+    replicated = config.home.shardings(PartitionSpec())
+    return CompiledStep(
+        layout=layout,
+        abstract=layout.abstract,
+        specs=config.home.specs(layout.specs),
+        shardings=out_shardings,
+        init_opt_state=functools.partial(init_opt_state, config, layout),
+        step=make_program(
+            config, step, (in_shardings, None), (out_shardings, replicated), donated=DonatedState(config.mesh)
+        ),
+        evaluate=compile_evaluate(config, layout),
+        synchronize=jax.block_until_ready,
+    )
+
+
+def metrics_of(config: StrategyConfig, layout: Layout, gradients: Gradients) -> dict[str, jax.Array | Metric]:
+    """Return the metrics of a step: the loss, the norm of the gradient, and the metrics that the loss returns."""
+    return {"loss": gradients.loss, "grad_norm": gradient_norm(config, layout, gradients.grads), **gradients.metrics}
+
+
+def _split_opt_state(config: StrategyConfig, layout: Layout, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+    """Return the state of the optimizer, and the state of the reducer on the device; None without a reducer."""
+    if layout.compression is None:
+        return opt_state, None
+    reducer_shardings = shardings(config.mesh, layout.specs.opt_state.reducer)
+    return opt_state.optimizer, to_device(config.update.offload, opt_state.reducer, reducer_shardings)
+
+
+def _join_opt_state(config: StrategyConfig, layout: Layout, opt_state: PyTree, reducer_state: PyTree) -> PyTree:
+    """Return the optimizer state of the train state: the inverse of `_split_opt_state`."""
+    if layout.compression is None:
+        return opt_state
+    on_device = shardings(config.mesh, layout.specs.opt_state.reducer)
+    return CompressedOptState(
+        opt_state, to_host(config.update.offload, layout.abstract.opt_state.reducer, reducer_state, on_device)
+    )
+
+
+def init_opt_state(config: StrategyConfig, layout: Layout, params: PyTree) -> PyTree:
+    """Return the first optimizer state, together with the reducer's state if there is a reducer."""
+    opt_state = config.update.tx.init(layout.trainable(params))
+    return (
+        opt_state if layout.compression is None else CompressedOptState(opt_state, init_compression(layout.compression))
+    )
+
+
+def compile_evaluate(config: StrategyConfig, layout: Layout) -> Program:
+    """Return `(params, batch) -> metrics`, the loss and metrics of a batch without a random key."""
+    loss = make_loss(config.of_evaluation, layout)
+
+    def evaluate(params: PyTree, batch: PyTree) -> Metrics:
+        value, metrics = loss(params, batch)
+        return {"loss": value, **values(metrics)}
+
+    param_shardings = shardings(config.mesh, layout.specs.params)
+    return make_program(config, evaluate, (param_shardings, None), config.home.shardings(PartitionSpec()))

@@ -1,0 +1,138 @@
+"""The update in the global view: one optax update, placed by constraints; then the all-gather, and the gradient's norm."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from shardopt.collectives import BUCKET_BYTES, LeafWire, all_gather, all_reduce, per_device
+from shardopt.config._config import StrategyConfig
+from shardopt.config._layout import Layout, shardings
+from shardopt.config._offload import to_host
+from shardopt.config._transformation import ExtraArgs, call_update, check_same_form
+from shardopt.core._types import PyTree, wide_dtype
+from shardopt.losses._parts import Gradients, check_updated
+from shardopt.matrices._owned_update import owned_update
+from shardopt.matrices._streamed_update import streamed_update
+from shardopt.mesh import spec_axes
+from shardopt.step._gradients import grad_specs
+
+
+def apply_update(
+    config: StrategyConfig,
+    layout: Layout,
+    params: PyTree,
+    opt_state: PyTree,
+    gradients: Gradients,
+    value_fn: Callable[[PyTree], jax.Array],
+) -> tuple[PyTree, PyTree]:
+    """Return (new params, new optimizer state): the params for `all_gather_params`, the state where it is stored.
+
+    Gradients and parameters are sharded like the optimizer state, so each device updates its own shard. If the state of
+    whole matrices lives at owners, their gradients are sent there and their updates sent back, see `owned_update`.
+    The wrapped transformation sees global arrays, so norms, factored moments and orthogonalisation keep their meaning.
+    It may call the loss of this batch at other parameters (line searches, sophia), or its gradient (sam).
+    """
+    sharded = config.placement.opt_state
+    shard_specs = layout.merge([None] * len(layout.plans), [plan.spec(sharded=sharded) for plan in layout.trained])
+    place = lambda tree, specs: jax.lax.with_sharding_constraint(tree, shardings(config.mesh, specs))  # noqa: E731
+    grads, shards = place(gradients.grads, shard_specs), place(layout.trainable(params), shard_specs)
+    frozen = layout.treedef.flatten_up_to(params)
+
+    def loss_at(trained: PyTree) -> jax.Array:
+        return value_fn(layout.merge(frozen, jax.tree.leaves(trained)))
+
+    def grad_at(trained: PyTree, _: int = 0) -> PyTree:  # sam passes the number of its step
+        return place(jax.grad(loss_at)(trained), shard_specs)
+
+    extra_args = ExtraArgs(gradients.loss, grads, loss_at, grad_at)
+    updates, new_opt_state = _update(config, layout, grads, opt_state, shards, extra_args)
+    check_same_form(config.strategy, opt_state, new_opt_state)
+    opt_state = new_opt_state
+    shards = place(optax.apply_updates(shards, updates), shard_specs)
+    new_params = layout.merge(frozen, jax.tree.leaves(shards))
+    new_params = _replace_updated(config, layout, new_params, gradients.updates)
+    opt_specs, abstract_state = layout.specs.opt_state, layout.abstract.opt_state
+    if layout.compression is not None:
+        opt_specs, abstract_state = opt_specs.optimizer, abstract_state.optimizer
+    if "opt_state" in config.update.offload:
+        return new_params, to_host(config.update.offload, abstract_state, opt_state, shardings(config.mesh, opt_specs))
+    return new_params, place(opt_state, opt_specs)
+
+
+def all_gather_params(config: StrategyConfig, layout: Layout, params: PyTree) -> PyTree:
+    """Place updated parameters where they live: ZeRO 1 and 2 gather the shards that each device updated.
+
+    The gather runs in the per-device view. The partitioner would gather leaf by leaf, and between processes on CPU each
+    gather is a round trip.
+    """
+    axes, sharded = config.axes, config.placement
+    if sharded.opt_state and not sharded.params:
+        num_stacked = len(axes.stacked)
+        wires = [
+            LeafWire(
+                None if plan.dim is None else plan.dim + num_stacked,
+                PartitionSpec(*[None] * num_stacked, *plan.tensor),
+                plan.axes,
+            )
+            for plan in layout.trained
+        ]
+        run = per_device(
+            lambda leaves: all_gather(leaves, wires, bucket_bytes=BUCKET_BYTES),
+            config.mesh,
+            in_specs=([axes.stack(plan.data_spec(sharded=True)) for plan in layout.trained],),
+            out_specs=[axes.stack(plan.data_spec(sharded=False)) for plan in layout.trained],
+        )
+        replicated = run(jax.tree.leaves(layout.trainable(params)))
+        params = layout.merge(layout.treedef.flatten_up_to(params), replicated)
+    specs = layout.treedef.unflatten([axes.stack(plan.spec(sharded=sharded.params)) for plan in layout.plans])
+    return jax.lax.with_sharding_constraint(params, shardings(config.mesh, specs))
+
+
+def _update(
+    config: StrategyConfig, layout: Layout, grads: PyTree, opt_state: PyTree, params: PyTree, extra_args: ExtraArgs
+) -> tuple[PyTree, PyTree]:
+    def update(grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        if config.layout.opt_state_layout == "matrices":
+            return owned_update(config, layout, grads, opt_state, params, extra_args)
+        return call_update(config.update.tx, grads, opt_state, params, extra_args)
+
+    if "opt_state" in config.update.offload:
+        return streamed_update(config, layout, (grads, opt_state, params), extra_args, update)
+    return update(grads, opt_state, params)
+
+
+def _replace_updated(config: StrategyConfig, layout: Layout, params: PyTree, updates: dict[str, jax.Array]) -> PyTree:
+    if not updates:
+        return params
+    check_updated(config.strategy, layout.plans, updates)
+    leaves = layout.treedef.flatten_up_to(params)
+    return layout.treedef.unflatten(
+        [
+            updates[plan.path].astype(plan.dtype) if plan.path in updates else leaf
+            for leaf, plan in zip(leaves, layout.plans, strict=True)
+        ]
+    )
+
+
+def gradient_norm(config: StrategyConfig, layout: Layout, grads: PyTree) -> jax.Array:
+    """Return the Euclidean norm of all leaves together, summed in fp32 at least; stacked if each replica trains by itself.
+
+    It runs in the per-device view, with one sum for each set of axes that leaves are sharded over. The partitioner would sum
+    leaf by leaf, and between processes on CPU each sum is a round trip.
+    """
+    specs, stacked = grad_specs(config, layout), config.axes.stacked
+
+    def local_norm(leaves):
+        totals: dict[tuple[str, ...], jax.Array] = {}
+        for leaf, spec in zip(leaves, specs, strict=True):
+            axes = tuple(axis for axis in spec_axes(spec) if axis not in stacked)
+            total = jnp.sum(jnp.square(jnp.abs(leaf.astype(wide_dtype(leaf.dtype)))))
+            totals[axes] = totals[axes] + total if axes in totals else total
+        squared_norm = sum(all_reduce([total], axes)[0] for axes, total in totals.items())
+        return jnp.sqrt(squared_norm).reshape([1 for _ in stacked])
+
+    run = per_device(local_norm, config.mesh, in_specs=(specs,), out_specs=config.axes.stack())
+    return run(jax.tree.leaves(grads))

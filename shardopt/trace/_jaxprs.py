@@ -1,0 +1,81 @@
+"""Walks over the equations of a jaxpr."""
+
+from collections.abc import Callable, Iterator
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+CHECKPOINTS = ("remat2", "checkpoint")
+"""The primitive names of `jax.checkpoint`; its parameter `jaxpr` holds the equations of the function."""
+
+COLLECTIVES = frozenset(
+    """psum psum2 psum_invariant unreduced_psum pmax pmin all_gather all_gather_invariant all_gather_reduced reduce_scatter
+    psum_scatter all_to_all ragged_all_to_all ppermute pgather pbroadcast axis_index""".split()  # noqa: SIM905
+)
+"""The primitive names of collectives over named axes."""
+
+SUMS = frozenset(["psum", "psum2", "psum_invariant"])
+"""The primitive names of sums over named axes."""
+
+
+def equations(jaxpr: ClosedJaxpr | Jaxpr) -> Iterator[JaxprEqn]:
+    """Yield all equations in the order of the trace; after an equation, the equations of the jaxprs that it calls."""
+    for eqn in jaxpr.eqns:
+        yield from nested_equations(eqn)
+
+
+def nested_equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    """Yield an equation, then all equations of the jaxprs that it calls."""
+    yield eqn
+    for inner in called_jaxprs(eqn):
+        yield from equations(inner)
+
+
+def called_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
+    """Return the jaxprs that an equation calls: the body of a function or loop, the branches of a `cond`."""
+    return [jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr for jaxpr in jaxpr_params(eqn)]
+
+
+def jaxpr_params(eqn: JaxprEqn) -> list[ClosedJaxpr | Jaxpr]:
+    """Return the jaxprs that an equation calls, closed over their constants where the equation has them so."""
+    return [leaf for leaf in jax.tree.leaves(eqn.params) if hasattr(getattr(leaf, "jaxpr", leaf), "eqns")]
+
+
+def cost_of(eqn: JaxprEqn, cost: Callable[[JaxprEqn], float | None]) -> float:
+    """Return `cost(eqn)`; where that is None, the costs of the equations of the jaxprs that the equation calls, added up.
+
+    A scan costs its length times its body, a `cond` its most expensive branch, a `while` loop of unknown length one turn.
+    """
+    if (known := cost(eqn)) is not None:
+        return known
+    costs = [sum(cost_of(inner, cost) for inner in jaxpr.eqns) for jaxpr in called_jaxprs(eqn)]
+    if eqn.primitive.name == "cond":
+        return max(costs)
+    return sum(costs) * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+
+
+def axes_of(eqn: JaxprEqn) -> frozenset[str]:
+    """Return the mesh axes that the parameters of a primitive name."""
+    axes: list[object] = []
+    for key in ("axes", "axis_name"):
+        value = eqn.params.get(key, ())
+        axes += value if isinstance(value, tuple | list) else [value]
+    return frozenset(name for name in axes if isinstance(name, str))
+
+
+def scan_carry(eqn: JaxprEqn, body: Jaxpr) -> tuple[int, int]:
+    """Return the number of values that a scan carries, and the index of the first among its arguments.
+
+    The arguments after the carry are scanned. Versions of jax store these numbers differently, so they are read off the
+    shapes: a scanned argument or a stacked result has one dim more outside of the body.
+    """
+    num_scanned, num_stacked = [
+        sum(_ndim(outer) != _ndim(inner) for outer, inner in zip(*outer_and_inner, strict=True))
+        for outer_and_inner in ((eqn.invars, body.invars), (eqn.outvars, body.outvars))
+    ]
+    num_carry = len(eqn.outvars) - num_stacked
+    return num_carry, len(eqn.invars) - num_scanned - num_carry
+
+
+def _ndim(var: Var | Literal) -> int:
+    return len(getattr(var.aval, "shape", ()))

@@ -1,0 +1,144 @@
+"""Cut a trace into parts: find the equations that compute given values, and turn them into functions."""
+
+import math
+from collections.abc import Callable, Collection, Iterable, KeysView, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.core
+import jax.extend.core as jex
+import numpy as np
+
+from shardopt.trace._marks import has_mark
+
+Arrays = list[jax.Array]
+Atom = jex.Var | jex.Literal
+MOST = 2**30
+"""The capacity in `min_cut` of edges that must not be cut: larger than the sum of all others."""
+
+
+class Trace(NamedTuple):
+    """A traced function.
+
+    Attributes:
+      jaxpr: the equations.
+      consts: the values that the function closes over.
+      producers: variable -> the index of the equation that computes it.
+    """
+
+    jaxpr: jex.Jaxpr
+    consts: Sequence[jax.Array]
+    producers: dict[jex.Var, int]
+
+
+def trace_of(closed: jex.ClosedJaxpr) -> Trace:
+    """Return the result of `jax.make_jaxpr` as a `Trace`."""
+    producers = {var: i for i, eqn in enumerate(closed.jaxpr.eqns) for var in eqn.outvars}
+    return Trace(closed.jaxpr, closed.consts, producers)
+
+
+def inlined(
+    jaxpr: jex.Jaxpr, consts: Sequence[jax.Array], args: Sequence[jax.Array], *, keep: Collection[str] = ()
+) -> Arrays:
+    """Evaluate a jaxpr equation by equation, with the bodies of inner `jit` calls inlined (`jax.nn` has many of them).
+
+    Calls of marked functions whose kind is in `keep` are not inlined.
+    """
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    read = lambda var: var.val if isinstance(var, jex.Literal) else values[var]  # noqa: E731
+    for i, eqn in enumerate(jaxpr.eqns):
+        is_inlined = eqn.primitive.name == "jit" and not any(has_mark(eqn, kind) for kind in keep)
+        if is_inlined and all(repr(s) == "UnspecifiedValue" for s in eqn.params["in_shardings"]):
+            inner = eqn.params["jaxpr"]
+            outputs = inlined(inner.jaxpr, inner.consts, [read(var) for var in eqn.invars], keep=keep)
+        elif eqn.primitive.name == "reshard":
+            # jnp.where reshards numbers made under another mesh. On Auto axes it changes nothing, and a trace without mesh lacks it.
+            outputs = [read(eqn.invars[0])]
+        else:
+            variables = [var for var in eqn.invars if not isinstance(var, jex.Literal)]
+            outputs = part_of(Trace(jaxpr, consts, {}), {i}, variables, eqn.outvars)(*map(read, variables))
+        values |= dict(zip(eqn.outvars, outputs, strict=True))
+    return [read(var) for var in jaxpr.outvars]
+
+
+def inputs_of(eqn: jex.JaxprEqn) -> KeysView[jex.Var]:
+    """Return the variables that an equation reads, in its order. The hashes of variables differ between processes."""
+    return dict.fromkeys(var for var in eqn.invars if not isinstance(var, jex.Literal)).keys()
+
+
+def slice_of(
+    trace: Trace, wanted: Iterable[Atom], *, stop: set[jex.Var], extra: Iterable[int] = ()
+) -> tuple[set[int], list[jex.Var]]:
+    """Return the indices of the equations that compute `wanted` from the variables `stop`, and the `stop` that they read."""
+    equations, stops_read = set(extra), {}
+    pending = [var for var in wanted if not isinstance(var, jex.Literal)]
+    pending += [var for i in equations for var in inputs_of(trace.jaxpr.eqns[i])]
+    while pending:
+        var = pending.pop()
+        if var in stop:
+            stops_read[var] = None
+        elif var in trace.producers and trace.producers[var] not in equations:
+            equations.add(trace.producers[var])
+            pending += inputs_of(trace.jaxpr.eqns[trace.producers[var]])
+    return equations, list(stops_read)
+
+
+def reached_from(jaxpr: jex.Jaxpr, start: Iterable[jex.Var], *, every: bool) -> set[jex.Var]:
+    """Return the variables that are computed from `start`: from `start` alone if `every`, else from any part of it."""
+    reached = set(start)
+    for eqn in jaxpr.eqns:
+        inputs = inputs_of(eqn)
+        if inputs <= reached if every else inputs & reached:
+            reached |= set(eqn.outvars)
+    return reached
+
+
+def part_of(
+    trace: Trace, equations: set[int], inputs: Sequence[jex.Var], outputs: Sequence[Atom]
+) -> Callable[..., Arrays]:
+    """Return a function that evaluates these equations, from `inputs` to `outputs`."""
+    part_jaxpr = trace.jaxpr.replace(
+        invars=list(inputs),
+        outvars=list(outputs),
+        eqns=[trace.jaxpr.eqns[i] for i in sorted(equations)],
+        debug_info=trace.jaxpr.debug_info.with_unknown_names(),
+    )
+    return lambda *args: jax.core.eval_jaxpr(part_jaxpr, trace.consts, *args)
+
+
+def min_cut(edges: dict[tuple[int, int], int], size: int, source: int, sink: int) -> list[tuple[int, int]]:
+    """Return the edges of the minimum cut nearest to the sink."""
+    reaches_sink = sink_side(edges, size, source, sink)
+    return [(a, b) for a, b in edges if a not in reaches_sink and b in reaches_sink]
+
+
+def sink_side(edges: dict[tuple[int, int], int], size: int, source: int, sink: int) -> set[int]:
+    """Return the nodes on the sink's side of the cut that `min_cut` makes."""
+    from scipy.sparse import csr_array  # imported here, because it takes 20 MB and 0.2 seconds
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+    ends = np.array(list(edges), np.int32)
+    capacity = csr_array((np.array(list(edges.values()), np.int32), (ends[:, 0], ends[:, 1])), shape=(size, size))
+    residual = capacity - maximum_flow(capacity, source, sink).flow
+    residual.eliminate_zeros()
+    return set(breadth_first_order(residual.T.tocsr(), sink, return_predecessors=False).tolist())
+
+
+def bytes_of(var: Atom) -> int:
+    """Return the number of bytes of a value."""
+    shape = shape_of(var)
+    return math.prod(shape.shape) * shape.dtype.itemsize
+
+
+def product_flops(product: jex.JaxprEqn) -> float:
+    """Return the multiplications and additions of a `dot_general`."""
+    (summed_dims, _), _ = product.params["dimension_numbers"]
+    depth = math.prod(shape_of(product.invars[0]).shape[dim] for dim in summed_dims)
+    return 2.0 * math.prod(shape_of(product.outvars[0]).shape) * depth
+
+
+def shape_of(var: Atom) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of a value."""
+    aval = var.aval
+    assert isinstance(aval, jax.core.ShapedArray)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)

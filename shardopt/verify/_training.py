@@ -1,0 +1,227 @@
+"""Rows that train a small model with a strategy on a mesh, and compare every device with training on one device."""
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from shardopt.core._types import PyTree
+from shardopt.local_updates import diloco, local_sgd
+from shardopt.mesh import make_mesh
+from shardopt.parameter_server._async_sgd import async_sgd
+from shardopt.pipeline import schedules
+from shardopt.step._optimizer import ShardedOptimizer
+from shardopt.strategies import ddp, fsdp, hybrid, zero
+from shardopt.verify._problems import LENGTH, OPTIMIZERS, SET_BY_LOSS, STEPS, Problem, make_problem, train_on_one_device
+from shardopt.verify._rows import Devices, Measurement, NotRun, Row, agree, device_names, mesh_sizes, tolerance
+
+_ROWS_PER_DEVICE = 8
+_LEAST_ROUNDINGS = 4096
+_MOE_TOLERANCE_ON_ACCELERATORS = 0.05
+"""Kernels for grouped products of TPUs and GPUs may round their operands to half precision (4e-3 each)."""
+
+_STRATEGIES: dict[str, Callable[..., ShardedOptimizer]] = {
+    "ddp": ddp,
+    "zero1": functools.partial(zero, stage=1, min_shard_elements=8),
+    "zero2": functools.partial(zero, stage=2, min_shard_elements=8),
+    "zero3": functools.partial(zero, stage=3, min_shard_elements=8),
+    "fsdp": functools.partial(fsdp, min_shard_elements=8),
+    "hybrid": functools.partial(hybrid, min_shard_elements=8),
+}
+
+_OUTER = {
+    "diloco": functools.partial(optax.sgd, 0.7, momentum=0.9, nesterov=True),
+    "local_sgd": functools.partial(optax.sgd, 1.0),
+}
+"""The outer optimizers of the methods that synchronize replicas now and then."""
+
+
+class Training(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+      strategy: name of the strategy.
+      axes: sizes of mesh axes; data takes all other devices.
+      optimizer: name of the optimizer.
+      model: name of the model.
+      options: further arguments of the strategy.
+      dtype: dtype of parameters and batch.
+    """
+
+    strategy: str
+    axes: Mapping[str, int]
+    optimizer: str = "momentum"
+    model: str = "gpt"
+    options: Mapping[str, Any] = {}
+    dtype: str = "float32"
+
+    def __str__(self) -> str:
+        """Return `fsdp tensor=2, gpt, adamw`."""
+        words = [self.model, self.optimizer, *(["float64"] if self.dtype == "float64" else [])]
+        shown = [name for name in self.options if name != "micro_batches" or "pipeline" not in self.axes]
+        words += [f"{name}={_short(self.options[name])}" for name in shown]
+        return ", ".join([" ".join([self.strategy, *(f"{axis}={size}" for axis, size in self.axes.items())]), *words])
+
+
+def _short(value: object) -> str:
+    if isinstance(value, functools.partial):
+        return f"{_short(value.func)} x {next(iter(value.keywords.values()))}"
+    return getattr(value, "__name__", str(value))
+
+
+_SYNCHRONOUS = ("ddp", "zero1", "zero2", "zero3", "fsdp")
+_PIPELINE = {"micro_batches": 4}
+_GLOBAL = {"view": "global"}
+_INTERLEAVED = functools.partial(schedules.interleaved, num_chunks=2)
+
+FIRST = (
+    *(Training(strategy, {}, model="odd sizes") for strategy in _SYNCHRONOUS),
+    Training("fsdp", {}, "adamw", options={"micro_batches": 2}),
+    Training("hybrid", {"pipeline": 2}, options=_PIPELINE),
+    Training("fsdp", {"tensor": 2}, "adamw"),
+    Training("fsdp", {"replica": 2}, "adamw"),
+    Training("fsdp", {"context": 2}, "adamw"),
+    Training("fsdp", {"expert": 2}, "adamw", "moe"),
+    Training("fsdp", {}, "adamw", "loss that mixes rows", _GLOBAL),
+    Training("hybrid", {"pipeline": 2, "tensor": 2}, "adamw", options={**_PIPELINE, "schedule": _INTERLEAVED}),
+    Training("fsdp", {}, "lamb", options={"micro_batches": 2}),
+    Training("diloco", {"replica": 2}),
+    Training("local_sgd", {"replica": 2}),
+    Training("async_sgd", {}, model="odd sizes"),
+)
+"""One row for each strategy and for each mesh axis, the most important first; small models first."""
+
+_SCHEDULES = (
+    schedules.gpipe,
+    schedules.one_f_one_b,
+    schedules.zero_bubble,
+    schedules.zero_bubble_lockstep,
+    schedules.zero_bubble_v,
+    schedules.dual_pipe_v,
+    functools.partial(schedules.looped_breadth_first, num_chunks=2),
+)
+_AXES = ({"tensor": 2}, {"replica": 2}, {"context": 2}, {"replica": 2, "tensor": 2})
+
+SECOND = (
+    *(
+        Training("fsdp", {"context": 2}, model=model)
+        for model in ("ring attention", "all-to-all attention", "gathered attention")
+    ),
+    *(Training("hybrid", {"pipeline": 2}, options={**_PIPELINE, "schedule": schedule}) for schedule in _SCHEDULES),
+    *(Training(strategy, {}, optimizer) for optimizer in ("momentum", "adamw", "lamb") for strategy in _SYNCHRONOUS),
+    *(Training(strategy, {}, "muon", options={"opt_state_layout": "matrices"}) for strategy in ("zero1", "fsdp")),
+    *(Training(strategy, axes) for axes in _AXES for strategy in _SYNCHRONOUS),
+    *(Training(strategy, {"expert": 2}, model="moe") for strategy in ("ddp", "zero1", "zero2")),
+    Training("hybrid", {"pipeline": 2, "expert": 2}, model="moe", options=_PIPELINE),
+    Training("hybrid", {"pipeline": 2, "context": 2}, options=_PIPELINE),
+    *(
+        Training("hybrid", {"pipeline": 2}, options={**_PIPELINE, "placement": placement})
+        for placement in _SYNCHRONOUS[:3]
+    ),
+    *(
+        Training(strategy, {}, optimizer, "odd sizes", {"micro_batches": 2})
+        for strategy, optimizer in itertools.product(_SYNCHRONOUS, ("momentum", "lamb"))
+    ),
+    *(Training(strategy, {}, model="loss that mixes rows", options=_GLOBAL) for strategy in _SYNCHRONOUS),
+    *(Training(strategy, {}, optimizer, dtype="float64") for strategy in _SYNCHRONOUS for optimizer in OPTIMIZERS),
+)
+
+
+def training_rows(table: tuple[Training, ...]) -> list[Row]:
+    """Return the rows of a table."""
+    return [Row("training", str(training), functools.partial(measure_training, training)) for training in table]
+
+
+def allowed_difference(training: Training, platform: str, num_rows: int) -> float:
+    """Return the largest relative difference of an update that counts as rounding.
+
+    A sum of n numbers in any order is off by at most n times the machine epsilon. The longest sums are over the positions
+    of the global batch, and each step adds its own. Optimizers that divide by the size of the gradient amplify the rounding
+    of a small batch, so there is a least tolerance. Muon's iteration multiplies small singular values, and their rounding, by
+    up to 3.44 in each of five turns. Measured differences were 3 times the tolerance, so Muon gets 10 times as much.
+    """
+    if training.model == "moe" and platform != "cpu":
+        return _MOE_TOLERANCE_ON_ACCELERATORS
+    factor = 10 if training.optimizer == "muon" else 1
+    return factor * tolerance(training.dtype, max(STEPS * num_rows * LENGTH, _LEAST_ROUNDINGS))
+
+
+def measure_training(training: Training, devices: Devices) -> Measurement:
+    """Train, and compare the losses and the updates of all parameters with one device."""
+    platform = devices[0].platform
+    if training.dtype == "float64" and platform != "cpu":
+        raise NotRun("not on this platform", f"float64 is compared on CPU, and these devices are {platform}")
+    sizes = mesh_sizes(training.axes, devices)
+    num_rows = _ROWS_PER_DEVICE * len(devices)
+    with jax.enable_x64(training.dtype == "float64"), jax.default_matmul_precision("highest"):
+        problem = make_problem(training.model, num_rows, training.dtype, sizes)
+        expected = train_on_one_device(training.model, training.optimizer, num_rows, training.dtype, **_sync(training))
+        if training.strategy == "async_sgd":
+            params, losses = _train_asynchronously(training, problem, devices), []
+        else:
+            params, losses = _train(training, problem, make_mesh(**sizes, devices=devices))
+    differences = agree(device_differences(params, expected.params, problem.params, devices))
+    loss = float(np.max([abs(a - b) / abs(b) for a, b in zip(losses, expected.losses, strict=False)], initial=0.0))
+    allowed, worst = allowed_difference(training, platform, num_rows), float(np.max(differences))
+    passed = bool(worst <= allowed and loss <= allowed)
+    where = "" if worst <= allowed else f", on {device_names([devices[int(np.argmax(differences))]])}"
+    detail = f"{max(worst, loss):.1e} of {allowed:.1e}{where}"
+    numbers = {"update_difference": worst, "loss_difference": loss, "tolerance": allowed, "mesh": sizes}
+    return Measurement(passed, detail, numbers)
+
+
+def _sync(training: Training) -> dict[str, Any]:
+    if training.strategy not in _OUTER:
+        return {}
+    return {"replicas": training.axes["replica"], "sync_every": 2, "outer": _OUTER[training.strategy]}
+
+
+def _train(training: Training, problem: Problem, mesh: Mesh) -> tuple[PyTree, list[float]]:
+    """Return the trained parameters and the losses; local methods report the losses of this process, which are left out."""
+    tx, options = OPTIMIZERS[training.optimizer](), {**problem.options, **training.options}
+    combinator = {"diloco": diloco, "local_sgd": local_sgd}.get(training.strategy)
+    opt = _STRATEGIES["fsdp" if combinator else training.strategy](tx, mesh, problem.loss_fn, **options)
+    opt = combinator(opt, sync_every=2) if combinator else opt
+    state, losses = opt.init(problem.params), []
+    for batch in problem.batches:
+        state, metrics = opt.step(state, batch)
+        losses += [] if combinator else [float(metrics["loss"])]
+    return state.params, losses
+
+
+def _train_asynchronously(training: Training, problem: Problem, devices: Devices) -> PyTree:
+    if jax.process_count() > 1:
+        raise NotRun("did not fit", "threads share the devices of one process, and there are several")
+    opt = async_sgd(OPTIMIZERS[training.optimizer](), problem.loss_fn, workers=devices, max_staleness=0)
+    parts = [
+        [jax.tree.map(lambda x, i=i: np.split(x, len(devices))[i], b) for b in problem.batches]
+        for i in range(len(devices))
+    ]
+    return opt.run(problem.params, lambda worker: iter(parts[worker]), num_updates=STEPS).params
+
+
+def device_differences(params: PyTree, expected: PyTree, initial: PyTree, devices: Devices) -> np.ndarray:
+    """Return for each device the largest difference of a shard that it holds, relative to the largest update of its leaf.
+
+    An update of less than a hundredth of its parameters counts as a hundredth: below it their own rounding shows. Devices of
+    other processes have 0. Leaves that the loss sets itself are left out.
+    """
+    params, expected, initial = map(_trained_leaves, (params, expected, initial))
+    differences = np.zeros(len(devices))
+    positions = {device: i for i, device in enumerate(devices)}
+    for leaf, target, start in zip(*map(jax.tree.leaves, (params, expected, initial)), strict=True):
+        scale = max(np.max(np.abs(np.asarray(target, np.float64) - start)), np.max(np.abs(start)) / 100) or 1.0
+        for shard in leaf.addressable_shards:
+            difference = np.max(np.abs(np.asarray(shard.data, np.float64) - target[shard.index]), initial=0.0) / scale
+            position = positions[shard.device]
+            differences[position] = np.maximum(differences[position], difference)
+    return differences
+
+
+def _trained_leaves(params: PyTree) -> PyTree:
+    return {name: leaf for name, leaf in params.items() if name not in SET_BY_LOSS}

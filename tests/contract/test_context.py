@@ -1,0 +1,336 @@
+"""A context axis: positions of sequences split over it, on losses that look at one position at a time.
+
+Attention over positions that others hold is tested in tests/rooms/nn, and in models in `test_context_models.py`.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from support.reference import relative_difference, train
+from support.table import STRATEGIES
+from support.tiers import tiered
+
+import shardopt as so
+from shardopt.config import _config as config
+from shardopt.step import _build as build
+
+ROWS, LENGTH, WIDTH = 8, 12, 8
+TX = optax.sgd(0.05, momentum=0.9)
+
+
+def params():
+    draw = np.random.default_rng(0)
+    return {"w": draw.normal(size=(WIDTH, 16)), "v": draw.normal(size=16), "bias": draw.normal(size=3)}
+
+
+def batches(steps=3):
+    draw = np.random.default_rng(1)
+    scale = np.linspace(0.2, 2.0, LENGTH)[:, None]  # positions differ, so that each must count as it should
+    return [
+        {
+            "x": scale * draw.normal(size=(ROWS, LENGTH, WIDTH)),
+            "y": draw.normal(size=(ROWS, LENGTH)),
+            "mask": np.maximum(0.0, draw.uniform(-0.5, 1.0, size=(ROWS, LENGTH))),
+            "scale": draw.uniform(0.5, 2.0, size=ROWS),
+        }
+        for _ in range(steps)
+    ]
+
+
+def errors(params, batch):
+    found = jnp.tanh(batch["x"] @ params["w"]) @ params["v"] + params["bias"].sum()
+    return batch["scale"][:, None] * (found - batch["y"]) ** 2
+
+
+def plain(params, batch):
+    return errors(params, batch).mean()
+
+
+def weighted(params, batch):
+    each = errors(params, batch)
+    loss = so.Weighted((each * batch["mask"]).sum(), batch["mask"].sum())
+    return loss, {"masked": so.Sum((batch["mask"] == 0).sum()), "largest": so.Max(each.max()), "mean": each.mean()}
+
+
+def on_one_device(loss):
+    def reference(params, batch):
+        found = loss(params, batch)
+        found = found[0] if isinstance(found, tuple) and not isinstance(found, so.Weighted) else found
+        return found.total / found.weight if isinstance(found, so.Weighted) else found
+
+    return reference
+
+
+TABLE = [
+    ("ddp", {"context": 2, "data": 2}, weighted, {}),
+    ("ddp", {"context": 4, "replica": 2, "data": 1}, plain, {"micro_batches": 2}),
+    ("zero1", {"context": 4, "data": 2}, weighted, {"micro_batches": 4}),
+    ("zero2", {"context": 2, "data": 1, "replica": 2}, weighted, {"micro_batches": 2}),
+    ("fsdp", {"context": 2, "data": 2}, weighted, {"micro_batches": 2}),
+    ("fsdp", {"context": 4, "data": 1}, plain, {}),
+    ("zero3", {"context": 2, "data": 2, "replica": 2}, weighted, {}),
+    ("ddp", {"context": 4, "data": 2}, weighted, {"view": "global"}),
+    ("zero1", {"context": 2, "data": 2}, weighted, {"view": "global", "micro_batches": 2}),
+    ("fsdp", {"context": 2, "data": 2, "replica": 2}, plain, {"view": "global"}),
+]
+QUICK = [TABLE[i] for i in (0, 3, 4, 8)]
+
+
+def row_id(row):
+    name, mesh, loss, options = row
+    sizes = ",".join(f"{axis}{size}" for axis, size in mesh.items())
+    return "-".join([name, sizes, loss.__name__, *(f"{key}={value}" for key, value in options.items())])
+
+
+@pytest.mark.parametrize(("name", "mesh", "loss", "options"), tiered(TABLE, lambda row: row in QUICK, ids=row_id))
+def test_equals_one_device_on_the_union_batch(name, mesh, loss, options, mesh_of, x64):
+    opt = STRATEGIES[name](TX, mesh_of(**mesh), loss, **options)
+    expected, final = train(TX, on_one_device(loss), params(), batches())
+    state, found = opt.init(params()), []
+    for batch in batches():
+        state, metrics = opt.step(state, batch)
+        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    assert relative_difference(state.params, final) <= 1e-10
+    np.testing.assert_allclose(found, expected, rtol=1e-10)
+    if loss is weighted:
+        last = batches()[-1]
+        assert int(metrics["masked"]) == int((last["mask"] == 0).sum())
+    some = jax.tree.map(lambda x: x[:5], batches()[0])  # rows that the devices do not divide
+    evaluated = so.training.evaluation(opt, [some])(state)
+    np.testing.assert_allclose(evaluated["val_loss"], on_one_device(loss)(final, some), rtol=1e-10)
+
+
+def test_placements_shard_over_data_and_context_together(mesh_of):
+    opt = so.fsdp(TX, mesh_of(data=2, context=4), plain, min_shard_elements=8)
+    abstract = jax.eval_shape(lambda: jax.tree.map(jnp.float32, params()))
+    specs = opt.specs(abstract)
+    assert specs.params == {"w": P(None, ("data", "context")), "v": P(("data", "context")), "bias": P(None)}
+    assert specs.opt_state[0].trace == specs.params
+    report = opt.config.report(abstract)
+    assert [row.replicated_because for row in report.replicated] == ["3 elements, fewer than min_shard_elements=8"]
+    assert {row.path: row.bytes_per_device for row in report.rows}["w"] == WIDTH * 16 * 4 // 8
+    uneven = so.fsdp(TX, mesh_of(data=2, context=4), plain, min_shard_elements=1).config.report(abstract)
+    assert uneven.replicated[0].replicated_because == "shape (3,): no dim is divisible by data x context=8"
+
+
+def test_gradients_cross_the_wire_once(mesh_of):
+    """One reduce-scatter over data and context, N = 4: as many bytes as fsdp on 4 data devices."""
+    abstract = jax.eval_shape(lambda: jax.tree.map(jnp.float32, params()))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), batches()[0])
+    sent = []
+    for mesh in (mesh_of(data=2, context=2), mesh_of(data=4)):
+        opt = so.fsdp(TX, mesh, plain, min_shard_elements=8)
+        report = so.audit(opt.step, opt.abstract_state(abstract), shapes)
+        sent.append({(one.kind, one.bytes) for one in report.collectives if one.bytes > 64})
+    assert sent[0] == sent[1]
+    assert any(kind == "reduce-scatter" for kind, _ in sent[0])
+
+
+def test_axes_of_a_users_mesh_share_the_role(x64):
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("dp", "ring", "ulysses"))
+    opt = so.fsdp(TX, mesh, weighted, axes=so.Axes(data="dp", context=("ring", "ulysses")), min_shard_elements=8)
+    _, final = train(TX, on_one_device(weighted), params(), batches())
+    state = opt.init(params())
+    for batch in batches():
+        state, _ = opt.step(state, batch)
+    assert relative_difference(state.params, final) <= 1e-10
+    assert state.params["w"].sharding.spec == P(None, ("dp", "ring", "ulysses"))
+
+
+def test_sequence_dims_say_where_positions_are(mesh_of, x64):
+    def loss(params, batch):  # x [B, WIDTH, T]; table [B, 5] has none
+        return plain(params, batch | {"x": batch["x"].swapaxes(1, 2)}) + 0 * batch["table"].sum(1).mean()
+
+    turned = [one | {"x": one["x"].swapaxes(1, 2), "table": np.ones((ROWS, 5))} for one in batches()]
+    opt = so.ddp(TX, mesh_of(data=2, context=4), loss, sequence_dims=[("^x$", 2), ("^table$", None)])
+    _, final = train(TX, loss, params(), turned)
+    state = opt.init(params())
+    for batch in turned:
+        state, _ = opt.step(state, batch)
+    assert relative_difference(state.params, final) <= 1e-10
+
+
+def test_replicas_that_train_apart_have_context_within(mesh_of, x64):
+    """DiLoCo with H=1, inner SGD lr a, outer SGD lr 1: ddp with SGD lr a."""
+    tx = optax.sgd(0.05)
+    inner = so.fsdp(tx, mesh_of(replica=2, data=2, context=2), plain, min_shard_elements=8)
+    opt = so.diloco(inner, outer=optax.sgd(1.0), sync_every=1)
+    _, final = train(tx, plain, params(), batches())
+    state = opt.init(params())
+    for batch in batches():
+        state, _ = opt.step(state, batch)
+    assert relative_difference(opt.synchronize(state).params, final) <= 1e-10
+
+
+def shifted(params, batch):
+    return errors(params, batch)[:, 1:].mean()
+
+
+def attends(params, batch):
+    scores = jax.nn.softmax(jnp.einsum("btf,bsf->bts", batch["x"], batch["x"]))
+    return ((scores @ batch["x"] @ params["w"]) ** 2).mean()
+
+
+def counts_its_own(params, batch):
+    return (errors(params, batch) * jnp.arange(batch["x"].shape[1])[None]).mean()
+
+
+def pooled(params, batch):
+    return ((batch["x"] @ params["w"]).mean(1) ** 2).mean()
+
+
+def recurrent(params, batch):
+    turn = lambda h, x: (jnp.tanh(h + x @ params["w"]), None)  # noqa: E731
+    start = jnp.zeros((batch["x"].shape[0], 16), batch["x"].dtype)
+    return (jax.lax.scan(turn, start, batch["x"].swapaxes(0, 1))[0] ** 2).mean()
+
+
+def counts_rows(params, batch):
+    return errors(params, batch).mean(), {"rows": so.Sum(batch["scale"].sum())}
+
+
+@pytest.mark.parametrize(
+    ("loss", "operation"),
+    [
+        (shifted, "slice"),
+        (attends, "dot_general"),
+        (counts_its_own, "iota"),
+        (pooled, "reduce_sum"),
+        (recurrent, "scan|while|add|dot_general"),
+        (counts_rows, ""),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else None,
+)
+def test_a_loss_that_mixes_positions_is_refused_before_anything_compiles(loss, operation, mesh_of):
+    opt = so.ddp(TX, mesh_of(data=2, context=2), loss, view="per_device")
+    with pytest.raises(
+        so.errors.NotSeparableError, match=r"is not shown to be a \(weighted\) mean over positions"
+    ) as error:
+        opt.step(opt.init(params()), batches()[0])
+    assert re.match(operation, error.value.operation)
+    opt = so.ddp(TX, mesh_of(data=2, context=2), loss, view="global")
+    if loss is attends:  # any loss is exact there
+        metrics = opt.step(opt.init(params()), batches()[0])[1]
+        np.testing.assert_allclose(metrics["loss"], loss(params(), batches()[0]), rtol=1e-5)
+
+
+def test_rows_of_the_whole_batch_are_not_to_be_had(mesh_of):
+    loss = lambda p, batch: (so.batch_mean(errors(p, batch)) ** 2).mean()  # noqa: E731
+    opt = so.ddp(TX, mesh_of(data=2, context=2), loss, view="per_device")
+    with pytest.raises(ValueError, match="on a context axis the loss sees a part of each sequence"):
+        opt.step(opt.init(params()), batches()[0])
+
+
+def test_attention_over_what_is_not_split_is_refused(mesh_of):
+    """It would be taken for parts of one sequence."""
+
+    def loss(params, batch):
+        heads = (batch["whole"] @ params["w"])[:, :, None]
+        return errors(params, batch).mean() + (so.nn.attention(heads, heads, heads) ** 2).mean()
+
+    whole = batches()[0] | {"whole": batches()[0]["x"]}
+    opt = so.ddp(TX, mesh_of(data=2, context=2), loss, view="per_device", sequence_dims=[("^whole$", None)])
+    with pytest.raises(so.errors.NotSeparableError, match=r"not shown to be a .* mean over positions"):
+        opt.step(opt.init(params()), whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        (
+            lambda batch: jax.tree.map(lambda x: x[:, :11] if x.ndim > 1 else x, batch),
+            {},
+            "ddp: 3 batch leaves cannot be split over mesh axis 'context' (size 2).\n"
+            "  mask: shape (8, 11); dim 1 is 11, remainder 1\n"
+            "  x: shape (8, 11, 8); dim 1 is 11, remainder 1\n"
+            "  y: shape (8, 11); dim 1 is 11, remainder 1\n"
+            "Fix: use a length that it divides, with inputs and targets [B, T] each rather than tokens [B, T + 1]; or "
+            "sequence_dims=[(regex, None)] for leaves without positions.",
+        ),
+        (
+            lambda batch: {"scale": batch["scale"]},
+            {},
+            "ddp: mesh axis 'context' (size 2) splits positions, and no batch leaf has any.\n"
+            "Fix: make the mesh with context=1, or name the dim of positions in sequence_dims.",
+        ),
+        (
+            lambda batch: batch,
+            {"sequence_dims": [("^y$", 2)]},
+            "ddp: sequence_dims do not fit the batch.\n"
+            "  y: shape (8, 12); no dim 2 for positions\n"
+            "Fix: name a dim that the leaf has and that does not count rows, or None.",
+        ),
+    ],
+    ids=["uneven", "none", "missing"],
+)
+def test_batches_that_cannot_be_split_are_refused_with_numbers(change, options, message, mesh_of):
+    opt = so.ddp(TX, mesh_of(data=2, context=2), plain, **options)
+    with pytest.raises(ValueError, match=r"^ddp: ") as error:
+        opt.step(opt.init(params()), change(batches()[0]))
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("dims", "error", "message"),
+    [
+        ("x", TypeError, "sequence_dims must be a sequence of (regex of key paths, dim or None), got 'x'."),
+        ([("x", "1")], TypeError, "sequence_dims must be a sequence of (regex of key paths, dim or None)"),
+        ([("(", 1)], ValueError, "sequence_dims must be regular expressions."),
+    ],
+)
+def test_sequence_dims_are_checked(dims, error, message, mesh_of):
+    with pytest.raises(error, match=re.escape(message)):
+        so.ddp(TX, mesh_of(data=2, context=2), plain, sequence_dims=dims)
+
+
+def test_tables_are_exchanged_over_data_and_context(mesh_of, x64):
+    """Rows of an embedding that is sharded by columns over both."""
+    model = so.BlockModel(
+        embed=lambda outer, batch: so.nn.embedding(outer["table"], batch["ids"]),
+        block=lambda weights, x: x + jnp.tanh(x @ weights["w"]),
+        loss=lambda outer, x, batch: (x * batch["mask"][..., None]).mean(),
+        tables=("table",),
+    )
+    draw = np.random.default_rng(2)
+    start = {"blocks": {"w": draw.normal(size=(2, 8, 8))}, "table": draw.normal(size=(512, 8))}
+    ids = [one | {"ids": draw.integers(0, 512, size=(ROWS, LENGTH))} for one in batches()]
+    opt = so.fsdp(TX, mesh_of(data=2, context=2), model, min_shard_elements=8)
+    assert opt.specs(start).params["table"] == P(None, ("data", "context"))
+    _, final = train(TX, model.loss_fn, start, ids)
+    state = opt.init(start)
+    for batch in ids:
+        state, _ = opt.step(state, batch)
+    assert relative_difference(state.params, final) <= 1e-10
+    kinds = so.audit(opt.step, state, ids[0]).by_kind()
+    assert "all-to-all" in kinds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", ["not summed", "first positions on every device"])
+def test_mutations_go_red(broken, mesh_of, x64, monkeypatch):
+    found, place = config.axes_of, build.place_batch
+
+    def without_context(*args, **more):
+        axes = found(*args, **more)
+        return axes._replace(summed=tuple(axis for axis in axes.summed if axis != "context"))
+
+    def first_positions(config, batch):
+        half = lambda x: np.concatenate([x[:, : LENGTH // 2]] * 2, axis=1) if x.ndim > 1 else x  # noqa: E731
+        return place(config, jax.tree.map(half, batch))
+
+    if broken == "not summed":
+        monkeypatch.setattr(config, "axes_of", without_context)
+    else:
+        monkeypatch.setattr(build, "place_batch", first_positions)
+    opt = so.ddp(TX, mesh_of(data=2, context=2), weighted)
+    _, final = train(TX, on_one_device(weighted), params(), batches())
+    state = opt.init(params())
+    for batch in batches():
+        state, _ = opt.step(state, batch)
+    assert relative_difference(state.params, final) > 1e-4

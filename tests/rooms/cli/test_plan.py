@@ -1,0 +1,214 @@
+"""The commands that need no device: `shardopt plan`, `audit` and `schedule`: tables, JSON, pictures, and refusals."""
+
+import functools
+import importlib.util
+import json
+
+import pytest
+from support.paths import PROGRAMS
+
+import shardopt as so
+from shardopt.cli import main
+from shardopt.cli._plan import _builder_text
+from shardopt.hlo import inner_product_flops
+from shardopt.planning import Layout, find_model
+from shardopt.planning._layout import SearchArguments
+
+pytestmark = pytest.mark.fast
+
+GPT2 = ["plan", "--model", "gpt2", "--hardware", "a100", "--chips", "4"]
+
+
+def run(capsys, *words):
+    code = main(list(words))
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_plan_prints_a_table_and_what_to_type(capsys):
+    code, out, _ = run(capsys, *GPT2, "--top", "2")
+    lines = out.splitlines()
+    assert code == 0
+    assert lines[0] == "gpt2 (124 million parameters) on 4 chips of a100, 8 rows per batch"
+    assert lines[4].startswith("... and ")
+    assert lines[-3] == "the first of them:"
+    assert lines[-2].startswith("  mesh = so.make_mesh(data=")
+    assert lines[-1].startswith("  opt = so.hybrid(tx, mesh, model, placement=")
+
+
+def test_what_to_type_is_python(capsys):
+    _, out, _ = run(capsys, "plan", "--model", "llama2-70b", "--chips", "64", "--batch-size", "64")
+    for line in out.splitlines()[-2:]:
+        compile(line.strip(), "plan", "exec")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pipeline=4, micro_batches=8, schedule="eager_one_f_one_b"),
+        Layout(pipeline=4, micro_batches=8, schedule="interleaved", chunks=2),
+        Layout(pipeline=4, micro_batches=8, schedule="zero_bubble_v", chunks=2),
+        Layout(
+            pipeline=2,
+            micro_batches=4,
+            schedule="search",
+            searched=SearchArguments((0.15, 0.15), (0.15, 0.218), (0.163, 0.163), 0.000336, 2),
+        ),
+    ],
+    ids=lambda layout: layout.schedule,
+)
+def test_the_schedule_to_type_is_that_of_the_layout(layout):
+    found = eval(_builder_text(layout), {"so": so, "functools": functools})(layout.pipeline, layout.micro_batches)
+    assert (found.name, found.ticks) == (layout.table().name, layout.table().ticks)
+
+
+def test_plan_as_json(capsys):
+    code, out, _ = run(capsys, *GPT2, "--json", "--top", "3", "--optimizer", "sgd(momentum=0.9)")
+    found = json.loads(out)
+    assert code == 0
+    assert (found["model"], found["chips"], len(found["ranked"])) == ("gpt2", 4, 3)
+    best = found["ranked"][0]
+    assert best["memory"]["total"] < found["usable_bytes"]
+    assert best["seconds"]["total"] <= found["ranked"][1]["seconds"]["total"]
+
+
+def test_plan_as_a_picture(capsys, tmp_path):
+    path = tmp_path / "plans.png"
+    code, _, _ = run(capsys, *GPT2, "--top", "4", "--png", str(path))
+    assert code == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--top", "0"], "plan: --top must be at least 1, got 0."),
+        (["--length", "0"], "plan: --length must be at least 1, got 0."),
+        (["--hardware", "abacus"], "plan: unknown hardware 'abacus'."),
+        (["--model", "gpt9"], "plan: unknown model 'gpt9'."),
+        (["--optimizer", "adamw("], "plan: --optimizer adamw( cannot be read."),
+        (["--optimizer", "adamx"], "plan: optax has no optimizer 'adamx' that a learning rate is enough for."),
+        (["--model", "llama3-405b"], "plan: llama3-405b on 4 chips of a100 with 8 rows per batch: nothing fits into"),
+    ],
+)
+def test_plan_refuses(capsys, words, message):
+    code, out, err = run(capsys, *GPT2, *words)
+    assert (code, out) == (2, "")
+    assert f"error: {message}" in err
+
+
+PROGRAM = PROGRAMS / "v5e_fsdp.hlo"
+
+
+def test_audit_prints_what_the_library_does(capsys):
+    assert main(["audit", str(PROGRAM), "--mesh", "data=4,tensor=2"]) == 0
+    expected = so.audit(PROGRAM.read_text(), mesh={"data": 4, "tensor": 2})
+    assert capsys.readouterr().out == f"{expected}\n"
+
+
+def test_audit_as_json(capsys):
+    assert main(["audit", str(PROGRAM), "--mesh", "data=4,tensor=2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    expected = so.audit(PROGRAM.read_text(), mesh={"data": 4, "tensor": 2})
+    assert found["by_axis"]["data"]["wire_bytes"] == expected.by_axis()[("data",)].wire_bytes
+    assert len(found["collectives"]) == len(expected.collectives)
+    assert found["flops"] == inner_product_flops(PROGRAM.read_text())
+
+
+ESTIMATED = """HloModule m, is_scheduled=true
+
+ENTRY %main (p: f32[1000]) -> f32[1000] {
+  %p = f32[1000]{0} parameter(0)
+  ROOT %a = f32[1000]{0} add(%p, %p), backend_config={"estimated_cycles":"1750000"}
+}
+"""
+
+
+def test_audit_estimates_a_step_for_a_chip(capsys, tmp_path):
+    file, picture = tmp_path / "step.hlo", tmp_path / "step.png"
+    file.write_text(ESTIMATED)
+    assert main(["audit", str(file), "--hardware", "v5p", "--png", str(picture)]) == 0
+    step = so.planning.step_seconds(ESTIMATED, hardware="v5p")
+    assert step.total == pytest.approx(1e-3)
+    assert capsys.readouterr().out == f"{so.audit(ESTIMATED)}\n\n{step}\n"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["audit", str(file), "--hardware", "v5p", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_seconds"]["total"] == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "audit: there is nothing to audit."),
+        ([str(PROGRAM), "--topology", "v5e:4x4"], "audit: a file and --topology exclude each other."),
+        ([str(PROGRAM), "--mesh", "depth=8"], "audit: --mesh depth=8 cannot be read."),
+        ([str(PROGRAM), "--mesh", "data=4"], "audit: the mesh (data=4) has 4 devices, the program 8."),
+        ([str(PROGRAM)], "audit: cannot tell the mesh of this program on 8 devices, none of its inputs has one."),
+        ([str(PROGRAM), "--mesh", "data=8", "--png", "a.png"], "audit: --png needs to know the chip."),
+        ([str(PROGRAM), "--mesh", "data=8", "--hardware", "v9"], "step_seconds: unknown hardware 'v9'."),
+        ([__file__], "audit: this is not the text of an HLO module: it has no HloModule line."),
+        (["--topology", "v9:2"], "aot: unknown topology 'v9:2'."),
+        (["--topology", "v5e:2x4", "--model", "gpt9"], "audit: unknown model 'gpt9'."),
+        (["--topology", "v5e:2x4", "--rows", "0"], "audit: --rows must be at least 1, got 0."),
+    ],
+)
+def test_audit_refuses(capsys, words, message):
+    assert main(["audit", *words]) == 2
+    out = capsys.readouterr()
+    assert out.out == ""
+    assert f"error: {message}" in out.err
+
+
+def test_a_missing_file_and_a_missing_compiler(capsys, monkeypatch):
+    assert main(["audit", "nowhere.hlo"]) == 2
+    assert "No such file or directory: 'nowhere.hlo'" in capsys.readouterr().err
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "libtpu" else find(name))
+    assert main(["audit", "--topology", "v5e:2x4", "--model", "gpt2"]) == 2
+    assert "Fix: pip install 'shardopt[tpu]'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_model_is_compiled_for_chips_that_are_not_there(capsys):
+    """Fails, rather than skips, where libtpu is not installed: pip install 'shardopt[tpu]'."""
+    words = ["audit", "--model", "gpt2", "--length", "128", "--topology", "v5e:2x4", "--mesh", "replica=2"]
+    assert main([*words, "--strategy", "zero1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["mesh"] == {"replica": 2, "data": 4, "pipeline": 1, "tensor": 1}
+    # parameters whole, their moments split over data, and a row of tokens
+    formula = (4 + 8 / 4) * find_model("test", "gpt2").num_parameters + 129 * 4
+    stored = found["memory"]["arguments"] - found["memory"]["argument_padding"]
+    assert stored == pytest.approx(formula, rel=0.01)
+    assert 0 < found["memory"]["peak"] < found["memory"]["hbm"]
+    assert found["flops"] > 0
+    assert any("replica" in axes for axes in found["audit"]["by_axis"])
+
+
+def test_schedule_prints_what_the_library_does(capsys):
+    assert main(["schedule", "--kind", "zero_bubble", "--stages", "4", "--micro-batches", "16"]) == 0
+    assert capsys.readouterr().out == f"{so.schedules.zero_bubble(4, 16)}\n"
+
+
+def test_schedule_as_json(capsys):
+    words = ["schedule", "--kind", "interleaved", "--stages", "2", "--micro-batches", "4", "--json"]
+    assert main(words) == 0
+    found, table = json.loads(capsys.readouterr().out), so.schedules.interleaved(2, 4, num_chunks=2)
+    assert (found["chunks"], found["ticks"], found["bubble"]) == (2, table.num_ticks, table.bubble_fraction)
+    assert found["table"]["forward_micro_batch"] == table.table()["forward_micro_batch"].tolist()
+    assert main([*words, "--chunks", "3"]) == 0
+    assert json.loads(capsys.readouterr().out)["chunks"] == 3
+
+
+def test_schedule_as_a_picture(capsys, tmp_path):
+    path = tmp_path / "out.png"
+    assert main(["schedule", "--kind", "gpipe", "--png", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out == f"{so.schedules.gpipe(4, 8)}\n"
+
+
+def test_schedule_refuses(capsys):
+    assert main(["schedule", "--kind", "gpipe", "--chunks", "2"]) == 2
+    what = "schedule: --chunks 2 is for schedules that have chunks; gpipe has one a stage."
+    assert f"error: {what}" in capsys.readouterr().err
+    assert main(["schedule", "--stages", "0"]) == 2
+    assert "error: eager_one_f_one_b: " in capsys.readouterr().err

@@ -1,0 +1,211 @@
+"""Packing: nothing is lost, doubled or out of order, documents stay apart, and a run goes on from where it was."""
+
+import itertools
+import json
+import re
+
+import grain
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from support.fuzz import fuzz
+
+import shardopt as so
+from shardopt import data
+
+pytestmark = pytest.mark.fast
+
+LENGTHS = st.integers(1, 12)
+OPEN_ROWS = st.integers(1, 5)
+
+
+@st.composite
+def document_lists(draw):
+    """Documents of 0 to 30 tokens, all of them different."""
+    sizes = draw(st.lists(st.integers(0, 30), max_size=25))
+    return np.split(np.arange(1, sum(sizes) + 1), np.cumsum(sizes)[:-1]) if sizes else []
+
+
+def segments(row):
+    """Return the places of each segment of a row."""
+    return [np.flatnonzero(row["segment_ids"] == i) for i in range(1, row["segment_ids"].max() + 1)]
+
+
+def assert_same_rows(ours, theirs):
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        for name in one:
+            np.testing.assert_array_equal(one[name], other[name], err_msg=name)
+
+
+def test_every_token_is_in_one_row_once_and_in_order():
+    def prop(documents, length, open_rows):
+        rows = list(data.pack(documents, length, open_rows=open_rows))
+        found = {}  # first token of a piece -> the piece
+        for row in rows:
+            assert {name: (x.shape, str(x.dtype)) for name, x in row.items()} == {
+                name: ((length,), "float32" if name == "weights" else "int32") for name in row
+            }
+            used = row["segment_ids"] > 0
+            assert (np.diff(used.astype(int)) <= 0).all()  # padding is at the end
+            for at in segments(row):
+                assert (np.diff(at) == 1).all()
+                np.testing.assert_array_equal(row["positions"][at], np.arange(len(at)))
+                found[row["tokens"][at[0]]] = row["tokens"][at]
+            for name, values in row.items():
+                assert not values[~used].any(), name
+        wanted = [document[i : i + length] for document in documents for i in range(0, len(document), length)]
+        assert sum(len(segments(row)) for row in rows) == len(found) == len(wanted)
+        for piece in wanted:
+            np.testing.assert_array_equal(found[piece[0]], piece)
+
+    fuzz(prop, document_lists(), LENGTHS, OPEN_ROWS, count=100)
+
+
+def test_pairs_of_token_and_target_are_those_of_the_documents():
+    def prop(documents, length, open_rows):
+        rows = list(data.pack(documents, length, open_rows=open_rows))
+        pairs = [pair for row in rows for pair in zip(row["tokens"], row["targets"], row["weights"], strict=True)]
+        packed = sorted((token, target) for token, target, weight in pairs if weight == 1)
+        assert packed == sorted(pair for one in documents for pair in itertools.pairwise(one))
+        assert all(target == weight == 0 for _, target, weight in pairs if weight != 1)
+
+    fuzz(prop, document_lists(), LENGTHS, OPEN_ROWS, count=100)
+
+
+def test_rows_are_filled_first_fit():
+    def prop(documents, length, open_rows):
+        expected, rows = [], []  # rows as lists of pieces
+        for piece in (d[i : i + length] for d in documents for i in range(0, len(d), length)):
+            place = next((row for row in rows if sum(map(len, row)) + len(piece) <= length), None)
+            if place is None and len(rows) == open_rows:
+                expected, rows = expected + rows, []
+            if place is None:
+                rows.append(place := [])
+            place.append(piece)
+        packed = list(data.pack(documents, length, open_rows=open_rows))
+        assert [[row["tokens"][at].tolist() for at in segments(row)] for row in packed] == [
+            [piece.tolist() for piece in row] for row in expected + rows
+        ]
+        for first, second in itertools.pairwise(packed):  # as the docstring says, of rows filled together
+            if open_rows >= len(packed):
+                assert (first["segment_ids"] > 0).sum() + (second["segment_ids"] > 0).sum() > length
+
+    fuzz(prop, document_lists(), LENGTHS, OPEN_ROWS, count=100)
+
+
+@pytest.mark.default
+def test_an_iterator_goes_on_from_any_state_and_packing_twice_is_the_same():
+    def prop(documents, length, open_rows, batch_size):
+        dataset = data.pack(documents, length, open_rows=open_rows).batch(batch_size)
+        iterator, unbroken, states = iter(dataset), [], []
+        for batch in iterator:
+            unbroken.append(batch)
+            states.append(json.loads(json.dumps(iterator.get_state())))
+        assert_same_rows(list(data.pack(documents, length, open_rows=open_rows).batch(batch_size)), unbroken)
+        for position, state in enumerate(states, 1):
+            fresh = iter(data.pack(documents, length, open_rows=open_rows).batch(batch_size))
+            fresh.set_state(state)
+            assert_same_rows(list(fresh), unbroken[position:])
+
+    fuzz(prop, document_lists(), LENGTHS, OPEN_ROWS, st.integers(1, 3), count=30)
+
+
+def test_an_iterator_of_shuffled_epochs_goes_back_and_forth():
+    documents = [np.full(size, size) for size in range(1, 12)]
+
+    def rows():
+        return data.pack(grain.MapDataset.source(documents).shuffle(seed=3).repeat(), 16, open_rows=2)
+
+    iterator, drawn, states = iter(rows()), [], []
+    for _ in range(20):  # two epochs or more
+        states.append(iterator.get_state())
+        drawn.append(next(iterator))
+    assert (np.concatenate([row["tokens"] for row in drawn]) == 11).sum() > 11
+    for position in (13, 2, 0, 19):
+        iterator.set_state(states[position])
+        assert_same_rows([next(iterator)], drawn[position : position + 1])
+
+
+def test_padding_is_as_stated():
+    def prop(documents, length, open_rows):
+        rows = list(data.pack(documents, length, open_rows=open_rows))
+        if rows:
+            share = 1 - sum(map(len, documents)) / (len(rows) * length)
+            assert data.padding_share(rows) == pytest.approx(share, abs=1e-12)
+            batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+            assert data.padding_share(batch) == pytest.approx(share, abs=1e-12)
+
+    fuzz(prop, document_lists(), LENGTHS, OPEN_ROWS, count=50)
+    with pytest.raises(ValueError, match=r"^padding_share: there are no rows\.$"):
+        data.padding_share(data.pack([], 4))
+
+
+def test_the_files_of_a_corpus_and_any_iterable_are_documents(tmp_path):
+    for i in range(5):
+        (tmp_path / f"{i}.txt").write_bytes(bytes([65 + i]) * (i + 1))
+    corpus = data.open_corpus(tmp_path)
+    documents = data.Documents(corpus)
+    assert [data.decode(one) for one in (documents[i] for i in range(len(documents)))] == [
+        "A",
+        "BB",
+        "CCC",
+        "DDDD",
+        "EEEEE",
+    ]
+    with pytest.raises(IndexError, match=r"^document 5 of 5$"):
+        documents[5]
+    expected = list(data.pack([documents[i] for i in range(5)], 6))
+    assert data.decode(expected[0]["tokens"]) == "ABBCCC"
+    for same in (corpus, documents, (documents[i].tolist() for i in range(5)), grain.MapDataset.source(documents)):
+        assert_same_rows(list(data.pack(same, 6)), expected)
+    assert_same_rows(list(data.pack(grain.MapDataset.source(documents).to_iter_dataset(), 6)), expected)
+
+
+@pytest.mark.parametrize(
+    ("document", "kind", "message"),
+    [
+        ([0.5, 1.5], TypeError, "pack: a document must hold integer token ids, got float64."),
+        ([[1, 2]], ValueError, "pack: a document must be 1-D, of token ids from 0 on; got shape (1, 2)."),
+        ([1, -1], ValueError, "pack: a document must be 1-D, of token ids from 0 on; got token -1."),
+    ],
+)
+def test_documents_of_no_tokens_are_refused(document, kind, message):
+    with pytest.raises(kind, match=f"^{re.escape(message)}(\n-+\nFor simplicity, Grain|$)"):  # grain adds a note
+        next(iter(data.pack([document], 4)))
+
+
+def test_numbers_out_of_range_are_refused():
+    with pytest.raises(ValueError, match=r"^pack: length must be at least 1, got 0\.$"):
+        data.pack([[1]], 0)
+    with pytest.raises(ValueError, match=r"^pack: open_rows must be at least 1, got -1\.$"):
+        data.pack([[1]], 4, open_rows=-1)
+
+
+def test_windows_become_inputs_and_targets(tmp_path):
+    (tmp_path / "text").write_bytes(b"to be or not to be")
+    windows = data.Windows(data.open_corpus(tmp_path / "text"), 0, 18, 4)
+    batch = next(iter(data.batches(windows, 2)))
+    apart = next(iter(data.batches(windows, 2).map(data.next_token)))
+    np.testing.assert_array_equal(apart["tokens"], batch["tokens"][:, :-1])
+    np.testing.assert_array_equal(apart["targets"], batch["tokens"][:, 1:])
+    assert data.next_token(batch | {"weights": 3})["weights"] == 3
+    for wrong, found in [
+        (apart, "tokens [2, 4], targets [2, 4]"),
+        ({"tokens": np.zeros((2, 1), int)}, "tokens [2, 1]"),
+        ({"inputs": np.zeros((2, 3), int)}, "inputs [2, 3]"),
+        ({}, "nothing"),
+    ]:
+        what = f"next_token: a batch must have tokens [..., T + 1], T at least 1, and no targets; it has {found}."
+        with pytest.raises(ValueError, match=f"^{re.escape(what)}$"):
+            data.next_token(wrong)
+
+
+def test_the_position_of_a_run_in_packed_rows_is_saved_by_fit():
+    stream = so.training._resume.Stream(data.pack([np.arange(1, 8)] * 9, 8, open_rows=3).batch(2))
+    stream.draw()
+    position = json.loads(json.dumps(stream.position()))
+    expected = stream.draw()
+    fresh = so.training._resume.Stream(data.pack([np.arange(1, 8)] * 9, 8, open_rows=3).batch(2))
+    assert fresh.restore(position) == "the data from its saved state"
+    assert_same_rows([fresh.draw()], [expected])

@@ -1,0 +1,453 @@
+"""`opt_state_layout="matrices"`: optimizers of matrices equal one device, each matrix on an owner, few bytes on the wire."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from support.problems import BATCH, problem
+from support.reference import OPTIMIZERS, relative_difference, same_bits, train
+from support.table import STRATEGIES
+from support.tiers import tiered
+
+import shardopt as so
+from shardopt.config import _layout as layout
+from shardopt.hlo import audit, inner_product_flops
+from shardopt.matrices import _owned_stage as owned_stage
+from shardopt.matrices import _owners as owners
+
+LAYERS, WIDTH, INPUTS = 8, 16, 8
+RULES = [("up", P(None, "tensor")), ("down", P("tensor"))]
+MODEL = so.BlockModel(
+    embed=lambda outer, batch: batch["x"] @ outer["in"],
+    block=lambda w, x: x + jnp.tanh(x @ w["up"]) @ w["down"] + w["bias"][None, :],
+    loss=lambda outer, x, batch: jnp.mean((x @ outer["out"] - batch["y"]) ** 2),
+)
+
+
+def model_params(layers=LAYERS, dtype=jnp.float64):
+    draw = np.random.default_rng(0)
+    shapes = {
+        "blocks": {"up": (layers, WIDTH, 32), "down": (layers, 32, WIDTH), "bias": (layers, WIDTH)},
+        "in": (INPUTS, WIDTH),
+        "out": (WIDTH, 8),
+    }
+    make = lambda shape: jnp.asarray(draw.normal(size=shape) * 0.2, dtype)  # noqa: E731
+    return jax.tree.map(make, shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def batches(steps, dtype=jnp.float64):
+    draw = np.random.default_rng(1)
+    rows = lambda width: jnp.asarray(draw.normal(size=(BATCH, width)), dtype)  # noqa: E731
+    return [{"x": rows(INPUTS), "y": rows(8)} for _ in range(steps)]
+
+
+def blocks_as_matrices(params):
+    """Muon's own way to say that the first dim counts matrices; all other leaves go to Adam."""
+    return jax.tree.map(lambda x: optax.contrib.MuonDimensionNumbers((1,), (2,)) if x.ndim == 3 else None, params)
+
+
+def muon():
+    return optax.contrib.muon(1e-2, weight_decay=1e-2, muon_weight_dimension_numbers=blocks_as_matrices)
+
+
+def schedule_free():
+    """Its state is a second set of parameters, beside which it reads the first."""
+    return optax.contrib.schedule_free_adamw(1e-2, eps=1e-4, weight_decay=1e-2)
+
+
+RULES_OF_MATRICES = [("up|down", so.optimizers.Matrix())]
+OWNED = {
+    **OPTIMIZERS,
+    "muon": muon,
+    "schedule_free": schedule_free,
+    "soap": lambda: so.optimizers.soap(
+        1e-2, eps=1e-4, ridge=1e-3, weight_decay=1e-2, interval=2, matrices=RULES_OF_MATRICES
+    ),
+    "shampoo": lambda: so.optimizers.shampoo(1e-2, eps=1e-4, ridge=1e-4, interval=2, matrices=RULES_OF_MATRICES),
+}
+PIPELINE = {"data": 2, "tensor": 2, "pipeline": 2}
+
+
+def strategy(name, tx, mesh, model=MODEL, **options):
+    if mesh.shape["tensor"] > 1:
+        options["rules"] = RULES
+    if name == "hybrid":
+        return so.hybrid(tx, mesh, model, micro_batches=2, min_shard_elements=8, **options)
+    return STRATEGIES[name](tx, mesh, model, **options)
+
+
+def after(opt, params, steps):
+    state = opt.init(params)
+    for batch in batches(steps):
+        state, _ = opt.step(state, batch)
+    return state
+
+
+# Two sizes of matrices, nine in all: no number of devices divides them.
+def flat_params(dtype=jnp.float64):
+    draw = np.random.default_rng(0)
+    shapes = {"in": (INPUTS, WIDTH), "out": (WIDTH, 8), "scale": (WIDTH,)}
+    for i in range(4):
+        shapes |= {f"up{i}": (WIDTH, 32), f"down{i}": (32, WIDTH)}
+    return {name: jnp.asarray(draw.normal(size=shape) * 0.2, dtype) for name, shape in shapes.items()}
+
+
+def flat_loss(params, batch):
+    x = batch["x"] @ params["in"]
+    for i in range(4):
+        x = x + jnp.tanh(x @ params[f"up{i}"]) @ params[f"down{i}"]
+    return jnp.mean(((x * params["scale"][None]) @ params["out"] - batch["y"]) ** 2)
+
+
+TABLE = [
+    (name, one, sizes)
+    for name in ("zero1", "zero2", "fsdp")
+    for one in OWNED
+    for sizes in ({"data": 8}, {"data": 4, "tensor": 2})
+]
+TABLE += [("hybrid", one, PIPELINE) for one in OWNED]
+QUICK = [("zero2", "muon", {"data": 8}), ("fsdp", "muon", {"data": 4, "tensor": 2}), ("hybrid", "lamb", PIPELINE)]
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "sizes"),
+    tiered(TABLE, quick=lambda row: row in QUICK, fast=lambda row: row == QUICK[1]),
+    ids=str,
+)
+def test_equals_one_device(name, one, sizes, mesh_of, x64):
+    params = model_params()
+    opt = strategy(name, OWNED[one](), mesh_of(**sizes), opt_state_layout="matrices")
+    _, expected = train(OWNED[one](), MODEL.loss_fn, params, batches(3))
+    assert relative_difference(after(opt, params, 3).params, expected) < 1e-10
+
+
+# Blocks that no axis divides, and matrices that are not stacked: units of work, each at an owner.
+UNEVEN = [
+    (layers, name, one, sizes) for layers in (6, None) for name, one, sizes in TABLE if layers or name != "hybrid"
+]
+QUICK_UNEVEN = [
+    (6, "fsdp", "muon", {"data": 8}),
+    (6, "hybrid", "muon", PIPELINE),
+    (None, "zero1", "muon", {"data": 4, "tensor": 2}),
+]
+
+
+@pytest.mark.parametrize(
+    ("layers", "name", "one", "sizes"),
+    tiered(UNEVEN, quick=lambda row: row in QUICK_UNEVEN, fast=lambda row: row == QUICK_UNEVEN[0]),
+    ids=str,
+)
+def test_equals_one_device_where_matrices_do_not_divide(layers, name, one, sizes, mesh_of, x64):
+    params, model = (flat_params(), flat_loss) if layers is None else (model_params(layers), MODEL)
+    make = ((OWNED | OPTIMIZERS) if layers is None else OWNED)[one]
+    opt = strategy(name, make(), mesh_of(**sizes), model, opt_state_layout="matrices")
+    _, expected = train(make(), model if layers is None else MODEL.loss_fn, params, batches(3))
+    assert relative_difference(after(opt, params, 3).params, expected) < 1e-10
+
+
+@pytest.mark.parametrize("one", ["muon", "adafactor"])
+def test_equals_one_device_where_some_owners_return_nothing(one, mesh_of, x64):
+    """Fewer matrices than devices, and some that no device shards: their results are combined instead of sent."""
+    case = problem("odd", weighted=True, steps=3)
+    opt = strategy("fsdp", OPTIMIZERS[one](), mesh_of(data=8), case.loss_fn, opt_state_layout="matrices")
+    _, expected = train(OPTIMIZERS[one](), case.reference, case.params, case.batches)
+    state = opt.init(case.params)
+    for batch in case.batches:
+        state, _ = opt.step(state, batch)
+    assert relative_difference(state.params, expected) < 1e-10
+
+
+@pytest.mark.parametrize("name", ["zero1", "fsdp"])
+def test_muon_sends_little_more_than_adam(name, mesh_of):
+    params = model_params(dtype=jnp.float32)
+
+    def sent(tx, layout):
+        opt = strategy(name, tx, mesh_of(data=8), opt_state_layout=layout)
+        state = opt.abstract_state(params)
+        specs = jax.tree.leaves(opt.specs(params).opt_state, is_leaf=lambda x: isinstance(x, P))
+        assert (P("data", None, None) in specs) is (layout == "matrices")
+        return audit(opt.step, state, batches(1, jnp.float32)[0]).total_wire_bytes
+
+    adam = sent(optax.adamw(1e-2), "within")
+    assert sent(muon(), "matrices") < 1.15 * adam < 1.4 * adam < sent(muon(), "within")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("one", ["muon", "soap", "shampoo"])
+@pytest.mark.parametrize("layers", [8, 16])
+def test_each_device_computes_its_share_of_the_update(one, layers, mesh_of):
+    """The products of an update with matrices, in the whole job, are those of one device: nothing is computed twice."""
+    params, (batch,) = model_params(layers, jnp.float32), batches(1, jnp.float32)
+
+    def flops(tx, devices):
+        opt = so.fsdp(tx, mesh_of(data=devices), MODEL, min_shard_elements=8, opt_state_layout="matrices")
+        return inner_product_flops(opt.step.lower(opt.abstract_state(params), batch).compile())
+
+    whole, share = (flops(OWNED[one](), devices) - flops(optax.sgd(1e-2), devices) for devices in (1, 8))
+    assert share == whole / 8 > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("blocks", "least", "most"), [(0, 1.5, 1.82), (6, 2.2, 2.9), (8, 1, 1.09)])
+def test_what_soap_sends_where_its_state_is_not_with_its_matrices(blocks, least, most, mesh_of):
+    """The figures of docs/matrices.md, for eight squares and for blocks."""
+    draw = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+    params = {f"w{i}": draw(64, 64) for i in range(8)}
+    loss = lambda params, batch: jnp.mean(sum(jnp.tanh(batch @ one) for one in params.values()) ** 2)  # noqa: E731
+    if blocks:
+        params = {"blocks": {"up": draw(blocks, 64, 256), "down": draw(blocks, 256, 64)}, "scale": draw()}
+        loss = so.BlockModel(
+            embed=lambda outer, batch: batch * outer["scale"],
+            block=lambda w, x: x + jnp.tanh(x @ w["up"]) @ w["down"],
+            loss=lambda outer, x, batch: jnp.mean(x**2),
+        )
+    soap = so.optimizers.soap(1e-2, matrices=[("up|down|w", so.optimizers.Matrix())])
+    for name in ("zero1", "fsdp"):
+        sent = []
+        for tx, one in ((optax.adam(1e-2), "within"), (soap, "matrices")):
+            opt = STRATEGIES[name](tx, mesh_of(data=8), loss, opt_state_layout=one)
+            sent.append(audit(opt.step, opt.abstract_state(params), draw(8, 64)).total_wire_bytes)
+        assert least <= sent[1] / sent[0] <= most
+
+
+def test_what_is_not_a_layout_is_refused(mesh_of):
+    with pytest.raises(ValueError, match=r"^fsdp: unknown opt_state_layout 'rows'\.\nFix: use 'within'"):
+        so.fsdp(muon(), mesh_of(data=8), MODEL, opt_state_layout="rows")
+    with pytest.raises(TypeError, match=r"^fsdp: opt_state_layout must be a string, got 3\.\nFix: use 'within'"):
+        so.fsdp(muon(), mesh_of(data=8), MODEL, opt_state_layout=3)
+    with pytest.raises(ValueError, match=r"this placement replicates it\.\nFix: use a placement that shards it"):
+        so.hybrid(
+            muon(), mesh_of(data=4, pipeline=2), MODEL, micro_batches=2, placement="ddp", opt_state_layout="matrices"
+        )
+
+
+def test_the_report_says_who_owns_what_and_what_it_costs(mesh_of):
+    found = so.fsdp(muon(), mesh_of(data=8), MODEL, min_shard_elements=8, opt_state_layout="matrices")
+    report = found.config.report(model_params(dtype=jnp.float32))
+    assert {row.paths: (row.owners, row.state) for row in report.owners.rows} == {
+        ("blocks/up",): (tuple(range(8)), True),
+        ("blocks/down",): (tuple(range(8)), True),
+    }
+    assert "matrices of blocks/up are at owners 0-7, with their optimizer state\n" in str(report)
+    # gradient there, update back: 7/8 of a shard of an eighth, of both leaves
+    assert report.owners.bytes_sent == 2 * 2 * (8 * 16 * 32 * 4) * 7 // 64
+
+
+@pytest.mark.fast
+def test_the_report_names_the_owners_of_a_pipeline(mesh_of):
+    """The owner of a block is the first device of its stage that holds the block's state.
+
+    The mutations: the report counts stages as owners, or divides the blocks of all stages between the owners of one.
+    """
+    mesh, params = mesh_of(**PIPELINE), model_params(dtype=jnp.float32)
+    opt = so.hybrid(
+        muon(), mesh, MODEL, micro_batches=2, min_shard_elements=8, rules=RULES[:1], opt_state_layout="matrices"
+    )
+    report = opt.config.report(params)
+    assert {row.paths: (row.owners, row.state) for row in report.owners.rows} == {
+        ("blocks/up",): ((0, 1, 2, 3), True),
+        ("blocks/down",): ((0, 0, 2, 2), True),  # no rule splits it, so two devices along tensor repeat the work
+    }
+    stage = mesh.devices.take(0, mesh.axis_names.index("pipeline")).ravel()
+    leaves = {(leaf.path,): leaf for leaf in report.rows}
+    for row in report.owners.rows:
+        leaf = leaves[row.paths]
+        slices = NamedSharding(mesh, leaf.opt_state).devices_indices_map(leaf.shape)
+        blocks = [range(LAYERS)[slices[device][0]] for device in stage]
+        assert row.owners == tuple(min(i for i in range(4) if block in blocks[i]) for block in range(LAYERS // 2))
+
+
+@pytest.mark.parametrize(
+    ("one", "arrays"),
+    [
+        ("adamw", 2),
+        pytest.param("lamb", 2, marks=pytest.mark.slow),
+        pytest.param("clip_adamw", 2, marks=pytest.mark.slow),
+        ("muon", 2),
+        ("schedule_free", 3),  # parameters as well: state is made of them
+        pytest.param("soap", 2, marks=pytest.mark.slow),
+        pytest.param("eight_bit", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_go_to_owners_and_updates_come_back(one, arrays, mesh_of):
+    """Parameters stay, although weight decay reads them."""
+    tx = so.transforms.eight_bit(muon(), block_size=16, min_elements=64) if one == "eight_bit" else OWNED[one]()
+    opt = so.fsdp(tx, mesh_of(data=8), MODEL, min_shard_elements=8, opt_state_layout="matrices")
+    sent = opt.config.report(model_params(dtype=jnp.float32)).owners.bytes_sent
+    assert sent == arrays * 2 * (8 * 16 * 32 * 4) * 7 // 64
+
+
+@pytest.mark.parametrize("one", ["soap", "shampoo"])
+def test_blocks_that_do_not_divide_go_to_owners_one_by_one(one, mesh_of):
+    opt = so.fsdp(OWNED[one](), mesh_of(data=8), MODEL, min_shard_elements=8, opt_state_layout="matrices")
+    owners = opt.config.report(model_params(6, jnp.float32)).owners
+    assert [len(row.owners) for row in owners.rows] == [6, 6]
+    assert sorted(owner for row in owners.rows for owner in row.owners) == sorted([*range(8), *range(4)])
+    assert all(row.arrays[0] > 4 for row in owners.rows)  # state goes along
+    assert "; their optimizer state is not: " in str(owners.lines())
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("fsdp", {"data": 8}), ("zero1", {"data": 4, "tensor": 2})], ids=str)
+def test_the_bytes_reported_are_those_of_the_all_to_alls(name, sizes, mesh_of):
+    opt = strategy(name, muon(), mesh_of(**sizes), opt_state_layout="matrices")
+    for layers in (6, 8):
+        params = model_params(layers, dtype=jnp.float32)
+        found = audit(opt.step, opt.abstract_state(params), batches(1, jnp.float32)[0])
+        assert found.by_kind()["all-to-all"].wire_bytes == opt.config.report(params).owners.bytes_sent
+    report = opt.config.report(model_params(6, dtype=jnp.float32))
+    # twelve blocks of one size: four devices have two
+    assert sorted(owner for row in report.owners.rows for owner in row.owners)[:4] == [0, 0, 1, 1]
+    assert report.owners.imbalance == pytest.approx(1 / 3, abs=0.01)
+    assert report.owners.padding == report.owners.bytes_sent / 4
+
+
+def test_checkpoints_go_from_any_layout_to_any_other(mesh_of, tmp_path, x64):
+    params = model_params()
+    owned = strategy("fsdp", muon(), mesh_of(data=8), opt_state_layout="matrices")
+    within = strategy("zero1", muon(), mesh_of(data=4, tensor=2))
+    state = after(owned, params, 1)
+    so.save(tmp_path / "owned", state)
+    moved = so.restore(tmp_path / "owned", within)
+    same_bits(moved, state)
+    so.save(tmp_path / "within", moved)
+    back = so.restore(tmp_path / "within", owned)
+    same_bits(back, state)
+    (batch,) = batches(1)
+    same_bits(owned.step(back, batch), owned.step(state, batch))
+
+
+FORMS = {
+    "within, 8": ("fsdp", {"data": 8}, {}),
+    "within, 4 x 2": ("zero1", {"data": 4, "tensor": 2}, {}),
+    "matrices, 8": ("zero2", {"data": 8}, {"opt_state_layout": "matrices"}),
+    "matrices, 2 x 2": ("fsdp", {"data": 2, "tensor": 2}, {"opt_state_layout": "matrices"}),
+    "offload, 4": ("fsdp", {"data": 4}, {"offload": ("opt_state",)}),
+    "both, 8": ("zero1", {"data": 8}, {"opt_state_layout": "matrices", "offload": ("opt_state",)}),
+    "one device": ("ddp", {"data": 1}, {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [32, 8])
+@pytest.mark.parametrize("layers", [6, 8])
+def test_checkpoints_of_every_form_are_restored_into_every_other(layers, bits, mesh_of, tmp_path):
+    tx = muon() if bits == 32 else so.transforms.eight_bit(muon(), block_size=16, min_elements=64)
+    params = model_params(layers, jnp.float32)
+    forms = {name: strategy(one, tx, mesh_of(**sizes), **given) for name, (one, sizes, given) in FORMS.items()}
+    state = forms["within, 8"].init(params)
+    for batch in batches(2, jnp.float32):
+        state, _ = forms["within, 8"].step(state, batch)
+    assert any(x.dtype == jnp.uint8 for x in jax.tree.leaves(state.opt_state)) is (bits == 8)
+    so.save(tmp_path / "first", state)
+    for name, form in forms.items():
+        so.save(tmp_path / name, so.restore(tmp_path / "first", form, abstract_params=params))
+        for other in forms.values():
+            same_bits(so.restore(tmp_path / name, other, abstract_params=params), state)
+
+
+# Gradients of few bits, so that sums over any number of devices are exact: what differs is Newton-Schulz alone.
+SLOPES = {
+    name: jnp.asarray(np.random.default_rng(2).normal(size=shape), jnp.bfloat16).astype(jnp.float32)
+    for name, shape in {"up": (8, 32, 64), "down": (8, 64, 32), "flat": (64, 32)}.items()
+}
+LINEAR = so.BlockModel(
+    embed=lambda outer, batch: (batch, jnp.sum(outer["flat"] * SLOPES["flat"])),
+    block=lambda w, x: (x[0], x[1] + sum(jnp.sum(w[name] * SLOPES[name][0]) for name in w)),
+    loss=lambda outer, x, batch: jnp.mean(x[0]) * x[1],
+)
+
+
+def orthogonal():
+    """Newton-Schulz and nothing beside."""
+    coefficients = jnp.array([3.4445, -4.7750, 2.0315])
+
+    def one(x):
+        dims = optax.contrib.MuonDimensionNumbers((x.ndim - 2,), (x.ndim - 1,))
+        return optax.contrib._muon.orthogonalize_via_newton_schulz(x, coefficients, dimension_numbers=dims)
+
+    return optax.stateless(lambda grads, params: jax.tree.map(one, grads))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero1", "fsdp"])
+def test_newton_schulz_has_the_same_bits_on_any_number_of_devices(name, mesh_of):
+    params = {"blocks": {"up": SLOPES["up"], "down": SLOPES["down"]}, "flat": SLOPES["flat"]}
+    found = []
+    for count in (1, 2, 4, 8):
+        opt = STRATEGIES[name](orthogonal(), mesh_of(data=count), LINEAR, opt_state_layout="matrices")
+        found.append(jax.device_get(opt.step(opt.init(params), jnp.ones((8, 1)))[0].params))
+    for other in found[1:]:
+        same_bits(other, found[0])
+
+
+def update_the_wrong_block(patch):
+    right = owned_stage._take_block
+    wrong = lambda x, moved, block: right(x, moved, block if moved.dim is None else (block + 1) % 6)  # noqa: E731
+    patch.setattr(owned_stage, "_take_block", wrong)
+
+
+def bring_back_the_wrong_pieces(patch):
+    right = owned_stage._split
+    patch.setattr(owned_stage, "_split", lambda *args: right(*args)[::-1])
+
+
+def exchange_blocks_out_of_order(patch):
+    right = owners._exchange
+
+    def wrong(x, plan, *, to_owners):
+        return right(x, plan, to_owners=to_owners) if to_owners else jnp.roll(right(x, plan, to_owners=to_owners), 1, 0)
+
+    patch.setattr(owners, "_exchange", wrong)
+
+
+def shard_within(patch):
+    patch.setattr(layout, "owned_by_blocks", lambda plan, *args, **options: plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mutate", "layers"),
+    [(update_the_wrong_block, 6), (bring_back_the_wrong_pieces, 6), (exchange_blocks_out_of_order, 8)],
+)
+def test_a_broken_owner_is_noticed(mutate, layers, mesh_of, x64, monkeypatch):
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_equals_one_device_where_matrices_do_not_divide(layers, "fsdp", "muon", {"data": 8}, mesh_of, None)
+
+
+@pytest.mark.slow
+def test_state_within_matrices_is_noticed(mesh_of, monkeypatch):
+    shard_within(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_muon_sends_little_more_than_adam("fsdp", mesh_of)
+
+
+@pytest.mark.parametrize("layers", [pytest.param(8, marks=pytest.mark.slow), 6])
+def test_replicas_that_train_apart_update_at_owners_too(layers, mesh_of, x64):
+    params, states = model_params(layers), []
+    for one in ("matrices", "within"):
+        inner = strategy("fsdp", muon(), mesh_of(replica=2, data=4), opt_state_layout=one)
+        opt = so.local_sgd(inner, sync_every=2)
+        states.append(jax.device_get(after(opt, params, 3).params))
+    assert relative_difference(*states) < 1e-10
+
+
+def test_the_report_recommends_a_layout(mesh_of):
+    shapes = {f"w{i}": jax.ShapeDtypeStruct((64, 64), jnp.float32) for i in range(8)}
+    within, owned, adam = (
+        so.fsdp(tx, mesh_of(data=8), flat_loss, opt_state_layout=one).config.report(shapes)
+        for tx, one in (
+            (optax.contrib.muon(1e-2), "within"),
+            (optax.contrib.muon(1e-2), "matrices"),
+            (optax.adamw(1e-2), "within"),
+        )
+    )
+    nbytes = 8 * 64 * 64 * 4
+    # fifteen products, each of which gathers; or momentum there and the update back
+    assert within.layouts == owned.layouts == (15 * nbytes * 7 // 8, 2 * nbytes * 7 // 64)
+    assert within.layouts.recommended == "matrices"
+    assert str(within).count("recommended: 'matrices'") == 1
+    assert adam.layouts is None

@@ -1,0 +1,327 @@
+"""The decoder with experts: the same on any mesh, balanced in each of three ways; its loads and biases."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.reference import relative_difference
+from support.tiers import tiered
+
+import shardopt as so
+from shardopt.models import moe, sample
+from shardopt.models._latent_attention import latent_attention
+from shardopt.planning import find_model
+
+SMALL = moe.MoEConfig(
+    vocab_size=32,
+    dim=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    num_experts=4,
+    hidden=8,
+    shared_hidden=4,
+    balance_rate=0.01,
+    param_dtype=jnp.float64,
+)
+TX = optax.sgd(0.3, momentum=0.9)
+LEAVES = {"expert_leaves": moe.expert_leaves, "frozen": moe.frozen}
+
+
+def config_of(**changes):
+    return dataclasses.replace(SMALL, **changes)
+
+
+def batches(steps=2, *, weights=False):
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(steps):
+        tokens = rng.integers(0, 32, (8, 9)).astype(np.int32)
+        found.append({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
+        if weights:
+            found[-1]["weights"] = rng.integers(0, 2, (8, 8)).astype(np.float32)
+    return found
+
+
+def params_of(config):
+    return moe.init(config, jax.random.key(0))
+
+
+def trained(opt, config, given):
+    """Return the metrics of each step and the parameters after the last."""
+    state, found = opt.init(params_of(config)), []
+    for batch in given:
+        state, metrics = opt.step(state, batch)
+        found.append({name: float(value) for name, value in metrics.items()})
+    return found, state.params
+
+
+def on_one_device(config, given):
+    return trained(so.ddp(TX, so.make_mesh(devices=jax.devices()[:1]), moe.model(config), **LEAVES), config, given)
+
+
+TABLE = [
+    ("fsdp", {"expert": 2, "data": 2}, {"loss_chunk": 3}, {"micro_batches": 2}),
+    ("fsdp", {"expert": 4, "data": 2}, {"balance": "loss", "z_loss": 1e-3}, {}),
+    ("fsdp", {"expert": 2, "context": 2}, {"z_loss": 1e-3}, {}),
+    ("zero2", {"expert": 2, "data": 2, "tensor": 2}, {"score": "sigmoid", "groups": (2, 1)}, {"micro_batches": 2}),
+    ("ddp", {"expert": 2, "data": 2, "replica": 2}, {"capacity_factor": 1.0, "chunk": 5}, {}),
+    ("hybrid", {"expert": 2, "data": 1, "pipeline": 2}, {"capacity_factor": 1.5}, {"micro_batches": 2}),
+    ("hybrid", {"expert": 2, "pipeline": 2, "tensor": 2}, {"balance": "sequence_loss"}, {"micro_batches": 4}),
+    ("global", {"expert": 2, "data": 2, "tensor": 2}, {"balance": "loss"}, {}),
+    ("zero1", {"data": 4}, {"balance": None}, {}),
+]
+
+
+def row_id(row):
+    name, sizes, changes, options = row
+    parts = [name, *(f"{axis}{size}" for axis, size in sizes.items()), *map(str, changes), *map(str, options)]
+    return "-".join(parts)
+
+
+LATENT = moe.Latent(query=6, key=5, nope=4, rope=2, value=3)
+TABLE += [
+    ("global", {"expert": 2, "context": 2}, {"balance": "loss"}, {}),  # the remedy that the refusal names
+    ("fsdp", {"expert": 2, "context": 2}, {"latent": LATENT, "num_kv_heads": None}, {}),
+    ("zero1", {"expert": 2, "data": 2, "tensor": 2}, {"latent": LATENT, "num_kv_heads": None}, {"micro_batches": 2}),
+    ("hybrid", {"expert": 2, "pipeline": 2}, {"latent": LATENT, "num_kv_heads": None}, {"micro_batches": 2}),
+]
+QUICK = [TABLE[0]]
+
+
+def strategy(name, mesh, config, **options):
+    how = {**LEAVES, **options}
+    if mesh.shape.get("tensor", 1) > 1:
+        how["rules"] = moe.rules
+    if name == "ddp":
+        return so.ddp(TX, mesh, moe.model(config), **how)
+    if name.startswith("zero"):
+        return so.zero(TX, mesh, moe.model(config), stage=int(name[4:]), min_shard_elements=8, **how)
+    if name == "global":
+        how["view"] = "global"
+    make = so.hybrid if name == "hybrid" else so.fsdp
+    return make(TX, mesh, moe.model(config), min_shard_elements=8, **how)
+
+
+@pytest.mark.parametrize(("name", "sizes", "changes", "options"), tiered(TABLE, lambda row: row in QUICK, ids=row_id))
+def test_trains_as_on_one_device(name, sizes, changes, options, mesh_of, x64):
+    config = config_of(**changes)
+    found, params = trained(strategy(name, mesh_of(**sizes), config, **options), config, batches())
+    wanted, final = on_one_device(dataclasses.replace(config, loss_chunk=None), batches())
+    assert relative_difference(params, final) <= 1e-10
+    for a, b in zip(found, wanted, strict=True):
+        assert a.keys() == b.keys()
+        np.testing.assert_allclose(list(a.values()), list(b.values()), rtol=1e-10)
+    assert np.allclose(params["router_load"].sum(axis=1), 1)
+
+
+def tied(params):
+    """Every score is the same, so ties decide all."""
+    params["blocks"]["router"]["kernel"] *= 0
+    return params
+
+
+def without_tokens(params):
+    """Nobody goes to one of the experts."""
+    params["router_bias"] = params["router_bias"].at[:, 5].set(-100)
+    return params
+
+
+PAIRS = [  # 8 experts, float32; rows in which each pair of mesh and what is particular comes once
+    ("fsdp", {"expert": 8}, {"top_k": 1, "shared_hidden": 0}, {}, tied),
+    ("fsdp", {"expert": 8}, {"top_k": 2}, {}, without_tokens),
+    ("zero1", {"expert": 4}, {"top_k": 3, "shared_hidden": 0}, {"micro_batches": 2}, tied),
+    ("fsdp", {"expert": 4, "data": 2}, {"top_k": 1, "score": "sigmoid"}, {}, without_tokens),
+    ("ddp", {"expert": 2, "data": 2, "tensor": 2}, {"top_k": 2, "score": "sigmoid"}, {"micro_batches": 2}, tied),
+    ("zero2", {"expert": 2, "data": 2, "tensor": 2}, {"top_k": 3, "shared_hidden": 0}, {}, without_tokens),
+    ("hybrid", {"expert": 4, "pipeline": 2}, {"top_k": 2, "score": "sigmoid"}, {"micro_batches": 2}, tied),
+    ("hybrid", {"expert": 2, "data": 2, "pipeline": 2}, {"top_k": 1}, {"micro_batches": 2}, without_tokens),
+    ("fsdp", {"expert": 4, "context": 2}, {"top_k": 2, "normalize": False}, {}, without_tokens),
+    ("fsdp", {"expert": 8}, {"top_k": 3, "balance": "loss", "score": "sigmoid"}, {}, tied),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "sizes", "changes", "options", "start"),
+    [pytest.param(*row, id=f"{row_id(row[:4])}-{row[4].__name__}") for row in PAIRS],
+)
+def test_trains_as_on_one_device_in_float32(name, sizes, changes, options, start, mesh_of):
+    config, params, given = config_of(num_experts=8, param_dtype=jnp.float32, **changes), [], batches()
+    one = so.ddp(TX, so.make_mesh(devices=jax.devices()[:1]), moe.model(config), **LEAVES)
+    for opt in (strategy(name, mesh_of(**sizes), config, **options), one):
+        state = opt.init(start(params_of(config)))
+        for batch in given:
+            state, _ = opt.step(state, batch)
+        params.append(state.params)
+        load = state.params["router_load"]
+        assert start is tied or not np.any(load[:, 5])
+    assert relative_difference(*params) <= 2e-5
+
+
+@pytest.mark.slow
+def test_a_weighted_loss_has_the_terms_for_balance_beside_it(mesh_of, x64):
+    config, given = config_of(balance="sequence_loss", z_loss=1e-3), batches(weights=True)
+    found, params = trained(strategy("fsdp", mesh_of(expert=2, data=2), config), config, given)
+    wanted, final = on_one_device(config, given)
+    assert relative_difference(params, final) <= 1e-10
+    assert np.isclose(found[0]["loss"], wanted[0]["loss"], rtol=1e-10)
+    assert found[0]["loss"] > found[0]["cross_entropy"] + 1e-4
+
+
+def test_the_loss_for_balance_over_the_batch_is_refused_with_micro_batches(mesh_of):
+    config = config_of(balance="loss", param_dtype=jnp.float32)
+    opt = strategy("fsdp", mesh_of(data=2), config, micro_batches=2, view="per_device")
+    message = (
+        "batch_mean: with micro_batches=2 the loss sees one micro-batch at a time, never the rows of the whole batch.\n"
+        "Fix: use micro_batches=1, or view='global', or balance='bias', which needs no other rows."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        opt.step(opt.init(params_of(config)), batches()[0])
+
+
+def test_biases_follow_the_loads_of_the_step_before(x64):
+    given = batches(3)
+    states = [on_one_device(SMALL, given[:steps])[1] for steps in (1, 2)]
+    assert not np.any(states[0]["router_bias"])
+    load = states[0]["router_load"]
+    np.testing.assert_allclose(states[1]["router_bias"], 0.01 * np.sign(0.25 - load), atol=1e-12)
+
+
+@pytest.mark.slow
+def test_loads_are_balanced_by_biases_and_by_the_loss():
+    tokens = np.random.default_rng(0).integers(0, 32, (16, 17)).astype(np.int32)
+    imbalance = {}
+    for balance, rate in ((None, 0.0), ("bias", 0.05), ("loss", 0.1)):
+        changes = {"num_layers": 1, "num_experts": 8, "shared_hidden": 0, "param_dtype": jnp.float32}
+        config = config_of(balance=balance, balance_rate=rate, **changes)
+        params = params_of(config)
+        params["embedding"] += 0.02  # what all tokens share is what two experts like
+        params["blocks"]["router"]["kernel"] += jnp.zeros((1, 16, 8)).at[:, :, :2].set(0.3)
+        opt = so.ddp(optax.sgd(0.1), so.make_mesh(devices=jax.devices()[:1]), moe.model(config), **LEAVES)
+        state, found = opt.init(params), []
+        for _ in range(40):
+            state, metrics = opt.step(state, {"tokens": tokens})
+            found.append(float(metrics["load_imbalance"]))
+        assert found[1] == 4
+        imbalance[balance] = found[-1]
+    assert max(imbalance["bias"], imbalance["loss"]) < 2 < 2.4 < imbalance[None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["full", "save:router,dispatched,experts", "save:attention"])
+def test_remat_changes_nothing(remat, mesh_of, x64):
+    opt = so.fsdp(TX, mesh_of(expert=2, data=2), moe.model(SMALL, remat=remat), min_shard_elements=8, **LEAVES)
+    _, params = trained(opt, SMALL, batches())
+    assert relative_difference(params, on_one_device(SMALL, batches())[1]) <= 1e-10
+
+
+@pytest.mark.slow
+def test_replicas_that_train_apart_have_experts_of_their_own(mesh_of, x64):
+    opt = so.local_sgd(strategy("fsdp", mesh_of(replica=2, expert=2), SMALL), sync_every=1)
+    _, params = trained(opt, SMALL, batches(1))
+    alone = so.local_sgd(strategy("fsdp", mesh_of(replica=2), SMALL), sync_every=1)
+    assert relative_difference(params, trained(alone, SMALL, batches(1))[1]) <= 1e-10
+
+
+def by_heads(weights, x, latent, base):
+    """Latent attention in numpy, one head and position after another."""
+
+    def norm(x, scale):
+        return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-6) * scale
+
+    def turned(x):
+        angles = np.arange(len(x))[:, None] * base ** (-np.arange(latent.rope // 2) / (latent.rope // 2))
+        first, second = np.split(x, 2, axis=-1)
+        return np.concatenate(
+            [first * np.cos(angles) - second * np.sin(angles), first * np.sin(angles) + second * np.cos(angles)],
+            axis=-1,
+        )
+
+    w, out = {name: np.asarray(leaf) for name, leaf in weights.items()}, np.zeros(x.shape)
+    for row, y in zip(x, out, strict=True):
+        queries, narrow = (
+            norm(row @ w["q_down"], w["q_norm"]),
+            norm((row @ w["kv_down"])[:, : latent.key], w["kv_norm"]),
+        )
+        shared = turned((row @ w["kv_down"])[:, latent.key :])
+        for head in range(w["out"].shape[0]):
+            query, both = queries @ w["q"][:, head], narrow @ w["kv"][:, head]
+            query = np.concatenate([query[:, : latent.nope], turned(query[:, latent.nope :])], axis=1)
+            key, value = np.concatenate([both[:, : latent.nope], shared], axis=1), both[:, latent.nope :]
+            for t in range(len(row)):
+                weight = np.exp(key[: t + 1] @ query[t] / np.sqrt(latent.nope + latent.rope))
+                y[t] += (weight / weight.sum()) @ value[: t + 1] @ w["out"][head]
+    return out
+
+
+@pytest.mark.parametrize("implementation", ["xla", "positions", "splash"])
+def test_latent_attention_is_that_of_each_head_by_itself(implementation, x64, monkeypatch):
+    rng = np.random.default_rng(0)
+    weights = {name: rng.normal(size=shape) for name, shape in LATENT.shapes(8, 3).items()}
+    x, how = rng.normal(size=(2, 7, 8)), {}
+    wanted = by_heads(weights, x, LATENT, 100.0)
+    if implementation == "positions":
+        how = {"order": jnp.arange(7)[None].repeat(2, 0)}
+    if implementation == "splash":
+        weights, x = jax.tree.map(np.float32, (weights, x))
+        monkeypatch.setattr(
+            so.nn.attention, "__kwdefaults__", so.nn.attention.__kwdefaults__ | {"implementation": "splash"}
+        )
+    run = functools.partial(latent_attention, latent=LATENT, rope_base=100.0, epsilon=1e-6, **how)
+    np.testing.assert_allclose(
+        jax.jit(run)(weights, x),
+        wanted,
+        rtol=1e-10 if x.dtype == np.float64 else 1e-4,
+        atol=1e-4 * (x.dtype != np.float64),
+    )
+
+
+def test_the_shape_of_deepseek_v3_is_that_of_the_planner():
+    shape = find_model("test", "deepseek-v3")
+    query, key, rope = shape.latent
+    config = moe.MoEConfig(
+        vocab_size=shape.vocab_size, dim=shape.dim, num_layers=shape.num_layers, num_heads=shape.num_heads,
+        num_experts=shape.num_experts, top_k=shape.top_k, hidden=shape.hidden, shared_hidden=shape.hidden,
+        latent=moe.Latent(query, key, shape.width, rope, shape.width),
+    )  # fmt: skip
+    assert moe.num_parameters(config) == shape.num_parameters
+    assert moe.num_parameters(config, active=True) == shape.active_parameters
+    leaves = jax.tree.leaves(jax.eval_shape(lambda: moe.init(config, jax.random.key(0))))
+    assert sum(leaf.size for leaf in leaves) == shape.num_parameters + 2 * 58 * 256  # loads and biases
+
+
+def test_samples_are_those_of_the_logits():
+    config = config_of(param_dtype=jnp.float32)
+    params, prompt = params_of(config), np.array([[3, 1, 4]])
+    tokens = sample(params, config, prompt, jax.random.key(0), num_tokens=4, temperature=0.0)
+    logits = moe.logits_of(config, params, tokens)
+    assert tokens[:, :3].tolist() == prompt.tolist()
+    assert tokens[:, 3:].tolist() == jnp.argmax(logits[:, 2:-1], axis=-1).tolist()
+    with pytest.raises(ValueError, match="prompt must hold at least one token a row"):
+        sample(params, config, prompt[:, :0], jax.random.key(0), num_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"num_kv_heads": 3}, "num_heads=4 is no multiple of num_kv_heads=3"),
+        ({"dim": 12}, "dim=12 cannot be cut into num_heads=4 of even width"),
+        ({"top_k": 5}, "top_k=5 is above num_experts=4"),
+        ({"hidden": 0}, "hidden must be positive, got 0"),
+        ({"latent": LATENT}, "num_kv_heads=2 is for attention that is not latent"),
+        (
+            {"latent": LATENT._replace(value=7), "num_kv_heads": None},
+            "latent.value=7 is above nope + rope = 6",
+        ),
+    ],
+    ids=str,
+)
+def test_sizes_that_cannot_be_are_refused(change, line):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'MoEConfig: 1 size cannot be used.{chr(10)}  {line}')}$"):
+        config_of(**change)

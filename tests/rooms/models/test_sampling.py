@@ -1,0 +1,89 @@
+"""Sampling: the cached logits are those of the whole sequence, and the draw follows its arguments."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardopt.models import gpt, sample
+from shardopt.models.gpt import advance, empty_cache
+
+CONFIG = gpt.GPTConfig(dim=32, num_layers=2, num_heads=4, max_length=40)
+
+
+@pytest.fixture(scope="module")
+def params():
+    # Larger than at the start of training, so that likeliest tokens differ from place to place.
+    return jax.tree.map(lambda leaf: 5 * leaf, gpt.init(CONFIG, jax.random.key(0)))
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    return jnp.asarray(np.random.default_rng(0).integers(0, 256, (3, 10)))
+
+
+@jax.jit
+def whole_logits(params, tokens):
+    return gpt.logits_of(CONFIG, params, tokens)
+
+
+@pytest.mark.parametrize("cuts", [(10,), (1,) * 10, (4, 1, 5)])
+def test_cached_logits_are_those_of_the_whole_sequence(params, prompt, cuts):
+    cache, start, parts = empty_cache(params, 3, 16), 0, []
+    for length in cuts:
+        part, cache = jax.jit(advance, static_argnums=1)(
+            params, CONFIG, prompt[:, start : start + length], cache, jnp.int32(start)
+        )
+        parts.append(part)
+        start += length
+    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole_logits(params, prompt), rtol=1e-4, atol=1e-4)
+
+
+def test_greedy_tokens_are_the_likeliest_of_the_whole_sequence(params, prompt):
+    result = sample(params, CONFIG, prompt, jax.random.key(1), num_tokens=8, temperature=0.0)
+    np.testing.assert_array_equal(result[:, :10], prompt)
+    likeliest = jnp.argmax(whole_logits(params, result), axis=-1)
+    np.testing.assert_array_equal(result[:, 10:], likeliest[:, 9:-1])
+
+
+def test_the_key_decides_and_rows_differ(params, prompt):
+    same_rows = jnp.broadcast_to(prompt[:1], prompt.shape)
+
+    def draw(seed):
+        return np.asarray(sample(params, CONFIG, same_rows, jax.random.key(seed), num_tokens=20, temperature=2.0))
+
+    np.testing.assert_array_equal(draw(0), draw(0))
+    assert (draw(0) != draw(1)).any()
+    assert (draw(0)[0] != draw(0)[1]).any()
+
+
+def test_top_k_draws_among_the_likeliest(params, prompt):
+    result = sample(params, CONFIG, prompt, jax.random.key(1), num_tokens=8, temperature=5.0, top_k=3)
+    ranks = jnp.argsort(jnp.argsort(-whole_logits(params, result), axis=-1), axis=-1)
+    drawn = jnp.take_along_axis(ranks[:, 9:-1], result[:, 10:, None], axis=-1)
+    assert drawn.max() == 2
+    assert drawn.min() == 0
+    one = sample(params, CONFIG, prompt, jax.random.key(1), num_tokens=8, top_k=1)
+    np.testing.assert_array_equal(one, sample(params, CONFIG, prompt, jax.random.key(2), num_tokens=8, temperature=0.0))
+
+
+def test_every_wrong_argument_is_named(params):
+    message = (
+        "sample: 4 arguments cannot be used.\n"
+        "  prompt must hold at least one token a row\n"
+        "  temperature must not be negative, got -1.0\n"
+        "  top_k must be in 1 to 256, got 300\n"
+        "  0 + 41 tokens are more than max_length=40"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        sample(
+            params,
+            CONFIG,
+            jnp.zeros((1, 0), int),
+            jax.random.key(0),
+            num_tokens=41,
+            temperature=-1.0,
+            top_k=300,
+        )

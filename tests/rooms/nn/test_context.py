@@ -1,0 +1,241 @@
+"""Attention over a context axis is that of one device: values and gradients of query, key and value."""
+
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from support.contexts import difference, drawn, mesh_of, on_one_device, results
+from support.pairwise import all_pairs, few
+from support.tiers import tiered
+
+import shardopt as so
+from shardopt.mesh import analysis
+from shardopt.nn import _flash as flash
+from shardopt.nn import _ring as ring
+from shardopt.nn._flash import Rule
+from shardopt.trace._jaxprs import equations
+
+attention = importlib.import_module("shardopt.nn._attention")
+
+FACTORS = {
+    "method": ["ring", "all_to_all", "all_gather"],
+    "sight": ["causal", "both ways", "window", "wide window"],
+    "groups": [8, 4, 2],
+    "packed": [False, True],
+    "order": [None, "zigzag", "striped"],
+    "context": [2, 4, 8],
+    "tile": [512, 3],
+    "dtype": ["float64", "float32"],
+}
+SIGHTS = {"causal": {}, "both ways": {"causal": False}, "window": {"window": 5}, "wide window": {"window": 14}}
+ROWS = all_pairs(FACTORS)
+QUICK = few(ROWS)
+ERRORS = {"float64": 1e-10, "float32": 2e-5}
+
+
+@pytest.mark.parametrize(
+    "row",
+    tiered(
+        ROWS,
+        lambda row: row in QUICK,
+        fast=lambda row: row in QUICK and row["method"] == "ring",
+        ids=lambda row: "-".join(map(str, row.values())),
+    ),
+)
+def test_it_equals_one_device(row, x64, monkeypatch):
+    monkeypatch.setattr(flash, "TILE", row["tile"])
+    batch = drawn(groups=row["groups"], packed=row["packed"], dtype=np.dtype(row["dtype"]))
+    mesh = mesh_of(context=row["context"])
+    error = difference(mesh, batch, order=row["order"], method=row["method"], **SIGHTS[row["sight"]])
+    assert error < ERRORS[row["dtype"]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "how"),
+    tiered(
+        [
+            ({"data": 2, "context": 2, "tensor": 2}, {"method": "ring"}),
+            ({"data": 2, "context": 2, "tensor": 2}, {"method": "all_to_all"}),
+            ({"context": 4, "tensor": 2}, {"method": "all_to_all"}),  # two groups of two
+            ({"context": 4, "tensor": 2}, {"method": "all_gather", "order": "zigzag"}),
+            ({"data": 2, "context": 4}, {"method": None}),
+            ({"data": 2, "context": 2, "tensor": 2}, {"method": "ring", "order": "zigzag", "packed": True}),
+        ],
+        lambda row: row[0].get("data") and row[1]["method"] == "ring" and not row[1].get("order"),
+        ids=str,
+    ),
+)
+def test_beside_data_and_tensor(sizes, how, x64):
+    how = dict(how)
+    batch = drawn(rows=4, groups=4, packed=how.pop("packed", False))
+    assert difference(mesh_of(**sizes), batch, **how) < 1e-10
+
+
+@pytest.mark.parametrize("method", tiered(["ring", "all_to_all", "all_gather"], lambda method: method == "ring"))
+def test_in_the_global_view(method, x64):
+    """Everything is left to the partitioner: the layer makes its own region over rows, positions and heads."""
+    mesh, batch = mesh_of(data=2, context=2, tensor=2), drawn(rows=4)
+    run = jax.jit(so.mesh.on_mesh(mesh, functools.partial(results, method=method)))
+    found = run(jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data"))))
+    for a, b in zip(found, on_one_device(batch, True, None), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-10)
+
+
+@pytest.mark.parametrize("method", tiered(["ring", "all_to_all", "all_gather"], lambda method: method == "ring"))
+def test_in_a_branch_that_one_stage_takes(method, x64):
+    """A pipeline runs blocks in a `cond` on the stage: a collective that waits for all devices would never return."""
+    mesh, batch = mesh_of(pipeline=2, context=4), drawn()
+    spec = PartitionSpec("data", "context")
+
+    def one_stage(batch):
+        run = functools.partial(results, method=method)
+        nothing = lambda batch: jax.tree.map(jnp.zeros_like, jax.eval_shape(run, batch))  # noqa: E731
+        mine = jax.lax.cond(jax.lax.axis_index("pipeline") == 1, run, nothing, batch)
+        return jax.tree.map(lambda x: jax.lax.psum(x, "pipeline"), mine)
+
+    found = jax.jit(jax.shard_map(one_stage, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(batch)
+    for a, b in zip(found, on_one_device(batch, True, None), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("context", "how"),
+    tiered(
+        [
+            (2, {"method": "ring", "packed": True}),
+            (4, {"method": "ring"}),
+            (2, {"method": "ring", "causal": False}),
+            (2, {"method": "all_to_all"}),
+            (4, {"method": "all_to_all"}),  # two groups of two, whose rings go through splash as well
+        ],
+        lambda row: "packed" in row[1],
+        ids=str,
+    ),
+)
+def test_blocks_by_splash(context, how):
+    how = dict(how)
+    shape = {"length": 128 * context, "heads": 4, "groups": 2, "packed": how.pop("packed", False)}
+    batch = drawn(**shape, dtype=np.float32)
+    assert difference(mesh_of(context=context), batch, implementation="splash", **how) < 2e-5
+
+
+REPEAT = "repeat the heads of keys and values, or take"
+
+
+@pytest.mark.parametrize(
+    ("groups", "how", "error", "message"),
+    [
+        (
+            4,
+            {"method": "ulysses"},
+            ValueError,
+            "unknown method 'ulysses'.\nFix: use 'ring', 'all_to_all', 'all_gather', or None to choose by heads and length.",
+        ),
+        (
+            1,
+            {"method": "all_to_all"},
+            ValueError,
+            "1 heads of keys and values on each device cannot be exchanged among 4 context devices.\n"
+            f"Fix: use method='ring', {REPEAT} another size of context or tensor.",
+        ),
+        (
+            4,
+            {"positions": np.zeros((2, 5), int)},
+            ValueError,
+            "positions have shape (2, 5), for queries (2, 8, 8, 4).\nFix: give [T] = (8,) or [B, T] = (2, 8).",
+        ),
+        (4, {"positions": np.zeros(8)}, TypeError, "positions must be integers, got float64."),
+        (
+            4,
+            {"positions": np.arange(8), "implementation": "splash"},
+            ValueError,
+            "splash works on rows in natural order, not with positions.\n"
+            "Fix: leave implementation out, or give rows in natural order.",
+        ),
+        (
+            4,
+            {"method": "ring", "implementation": "cudnn"},
+            ValueError,
+            "cudnn works on whole rows, not in hops.\nFix: leave implementation out, or use method='all_to_all'.",
+        ),
+        (
+            4,
+            {"method": "all_gather", "implementation": "splash"},
+            ValueError,
+            "splash works on whole rows or the blocks of a ring, not by method='all_gather'.\n"
+            "Fix: leave implementation out, or use method='all_to_all' or 'ring'.",
+        ),
+        (
+            4,
+            {"method": "ring", "implementation": "splash"},
+            ValueError,
+            "splash takes blocks of a multiple of 128 positions without a window, got 8 positions and window=None.\n"
+            "Fix: leave implementation out, or use method='all_to_all' where context divides the heads.",
+        ),
+    ],
+)
+def test_refusals(groups, how, error, message, x64):
+    mesh, batch = mesh_of(context=4), drawn(groups=groups)
+
+    def f(q, k, v):
+        return so.nn.attention(q, k, v, **how)
+
+    spec = PartitionSpec(None, "context")
+    with pytest.raises(error) as caught:
+        jax.eval_shape(
+            jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False),
+            batch["query"], batch["key"], batch["value"],
+        )  # fmt: skip
+    assert str(caught.value) == f"attention: {message}"
+
+
+def test_a_row_that_context_does_not_divide_is_refused_in_the_global_view():
+    mesh, batch = mesh_of(context=4), drawn(length=6, dtype=np.float32)
+    with pytest.raises(ValueError, match=r"6 positions cannot be sharded over mesh axis 'context' \(size 4\)"):
+        jax.eval_shape(so.mesh.on_mesh(mesh, results), batch)
+
+
+def test_positions_on_one_device():
+    """What stands in another order attends as it would in its own."""
+    batch, take = drawn(dtype=np.float32), np.random.default_rng(1).permutation(32)
+    moved = jax.tree.map(lambda x: x[:, take], batch) | {"order": take[None].repeat(2, axis=0)}
+    found = jax.jit(functools.partial(results, window=9))(moved)
+    for a, b in zip(found, on_one_device(batch, True, 9), strict=True):
+        np.testing.assert_allclose(a, np.asarray(b)[:, take], atol=2e-5)
+
+
+def test_the_check_of_losses_sees_plain_attention_under_one_name():
+    mesh, batch = mesh_of(context=4), drawn(dtype=np.float32)
+
+    def loss(batch):
+        at = so.nn.positions(batch["query"].shape[1])
+        return so.nn.attention(batch["query"], batch["key"], batch["value"], positions=at)
+
+    with analysis():
+        traced = jax.make_jaxpr(so.mesh.on_mesh(mesh, loss))(batch)
+    names = [eqn.params["name"] for eqn in traced.eqns if eqn.primitive.name == "jit"]
+    assert names == ["shardopt_positions", "shardopt_attention"]
+    assert not {"shard_map", "ppermute", "custom_vjp_call"} & {eqn.primitive.name for eqn in equations(traced.jaxpr)}
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "groups", "context", "how", "chosen"),
+    [
+        (4096, 32, 8, 8, {}, "all_gather"),
+        (32768, 32, 8, 8, {}, "all_to_all"),
+        (32768, 32, 8, 16, {}, "ring"),  # 16 does not divide 8
+        (32768, 64, 8, 2, {}, "ring"),  # queries are dearer to exchange than keys
+        (32768, 32, 8, 8, {"window": 1024}, "ring"),  # one hop
+        (4096, 32, 8, 8, {"implementation": "splash"}, "all_to_all"),
+    ],
+)
+def test_the_method_by_default(length, heads, groups, context, how, chosen):
+    how = dict(how)
+    window = how.pop("window", None)
+    hops = ring.ring_of(("context",), context, length // context, Rule(True, window), natural=True).hops
+    counts = {"heads": heads, "kv_heads": groups, "itemsize": 2}
+    assert attention.choose_method(length, context, hops, **counts, kernel="implementation" in how) == chosen

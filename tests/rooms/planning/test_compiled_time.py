@@ -1,0 +1,459 @@
+"""Step times of compiled programs: small schedules as XLA:TPU writes them, with sums that are worked out by hand.
+
+The chip of these tests does in a nanosecond one cycle, one flop, one byte of memory, one byte over the links of an axis of
+its torus, and a tenth of a byte between slices. So cycles and bytes are nanoseconds. An all-gather of f32[8000] over 8
+devices sends 7/8 x 32,000 = 28,000 bytes: 28,000 ns over one axis of the torus, 14,000 over both.
+"""
+
+import json
+import re
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardopt as so
+from shardopt.hlo import audit
+from shardopt.planning import HARDWARE, Hardware, Operation, step_seconds
+from shardopt.planning._compiled_time import StepSeconds
+from shardopt.planning._hardware import hardware_of
+from shardopt.planning._plots import plot_timeline
+
+pytestmark = pytest.mark.fast
+
+CHIP = Hardware("t", 1e9, 10**9, 1e9, 1e9, torus_dims=2, pod_chips=64, network_bandwidth=1e8, source="", clock=1e9)
+MESH = {"data": 8}
+ALL = "channel_id=1, replica_groups=[1,8]<=[8], use_global_device_ids=true, dimensions={0}"
+
+
+def work(name, cycles, shape="f32[1000]{0}", inputs="%p"):
+    return f'%{name} = {shape} fusion({inputs}), kind=kLoop, calls=%fused, backend_config={{"estimated_cycles":"{cycles}"}}'
+
+
+def gather(name, inputs="%p", groups=ALL, config="", opcode="all-gather", shape="f32[8000]{0}"):
+    return f"%{name} = {shape} {opcode}({inputs}), {groups}{config}"
+
+
+def emitter(name, strategy=""):
+    return f', backend_config={{"collective_algorithm_config":{{"emitter":"{name}","debug":"{strategy}"}}}}'
+
+
+def program(*lines, more="", partitions=8, tables=""):
+    return (
+        f"HloModule m, is_scheduled=true, num_partitions={partitions}\n\n{tables}"
+        "%fused (a: f32[1000]) -> f32[1000] {\n  ROOT %a = f32[1000]{0} parameter(0)\n}\n"
+        f"{more}\n"
+        "ENTRY %main (p: f32[1000]) -> f32[1000] {\n  %p = f32[1000]{0} parameter(0)\n"
+        + "".join(f"  {line}\n" for line in lines)
+        + "  ROOT %out = f32[1000]{0} bitcast(%p)\n}\n"
+    )
+
+
+def seconds(*lines, mesh=MESH, **options):
+    return step_seconds(program(*lines, **options), mesh=mesh, hardware=CHIP)
+
+
+def sums(step):
+    """Return total, compute, exposed and hidden in nanoseconds."""
+    assert step.total == step.compute + step.exposed
+    return [round(one * 1e9, 3) for one in (step.total, step.compute, step.exposed, step.hidden)]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ("", 14_000),  # nothing told: 8 of 8 devices have both axes of the torus
+        (emitter("1DAllGatherOnMajorDim"), 28_000),
+        (emitter("2DAllGatherNonMajorDim"), 14_000),
+        (emitter("3DAllGatherNonMajorDim"), 14_000),  # this torus has two
+        (emitter("RotatedPincerEmitter", "UniDirection1DRingStrategy{colors:2 phases:1 cores:{8},{8}"), 28_000),
+        (emitter("RotatedPincerShortEmitter", "StrategyND{colors:2 phases:2 cores:{4 2},{2 4}"), 14_000),
+        (emitter("SinglePhaseRingSumEmitter"), 28_000),
+    ],
+    ids=["nothing", "1D", "2D", "3D", "ring", "two rings", "ring sum"],
+)
+def test_the_tensorcore_waits_for_a_synchronous_collective(config, expected):
+    step = seconds(work("a", 10_000), gather("g", config=config), work("b", 5_000))
+    assert sums(step) == [15_000 + expected, 15_000, expected, 0]
+    assert [(one.where, round(one.start * 1e9), round(one.end * 1e9)) for one in step.spans] == [
+        ("compute", 0, 10_000),
+        ("exposed", 10_000, 10_000 + expected),
+        ("data", 10_000, 10_000 + expected),
+        ("compute", 10_000 + expected, 15_000 + expected),
+    ]
+
+
+SPARSE_CORE = f"""
+%called (q: f32[1000]) -> f32[8000] {{
+  %q = f32[1000]{{0}} parameter(0)
+  ROOT {gather("inner", "%q")}
+}}, execution_thread="sparsecore"
+"""
+STARTS = (
+    '%s = ((), (), (s32[8]{0})) custom-call-start(), async_execution_thread="sparsecore", called_computations={%called}'
+)
+UPDATES = "%u = ((f32[1000]{0}), f32[8000]{0}, (s32[8]{0})) custom-call-update(%s, %a)"
+ENDS = "%d = f32[8000]{0} custom-call-done(%u)"
+
+
+@pytest.mark.parametrize(
+    ("beside", "expected"),
+    # the update at 10,000 brings the data, so it is sent from then on until 24,000
+    [(20_000, [30_000, 30_000, 0, 14_000]), (5_000, [24_000, 15_000, 9_000, 5_000])],
+    ids=["hidden", "partly"],
+)
+def test_the_sparse_core_sends_beside_the_tensorcore(beside, expected):
+    lines = [STARTS, work("a", 10_000), UPDATES, work("b", beside), ENDS]
+    step = seconds(*lines, more=SPARSE_CORE)
+    assert sums(step) == expected
+    found = audit(program(*lines, more=SPARSE_CORE), mesh=MESH).collectives
+    assert [(one.asynchronous, one.wire_bytes) for one in found] == [(True, 28_000)]
+
+
+def both(mesh_axes):
+    """Two gathers that start at once, 20,000 of work, and their ends."""
+    lines = [
+        gather(f"s{at}", groups=groups, opcode="all-gather-start", shape="(f32[1000]{0}, f32[8000]{0})")
+        for at, groups in enumerate(mesh_axes)
+    ]
+    ends = [f"%d{at} = f32[8000]{{0}} all-gather-done(%s{at})" for at in range(len(mesh_axes))]
+    return [*lines, work("a", 20_000), *ends]
+
+
+def test_transfers_over_one_mesh_axis_follow_each_other():
+    # 0 to 14,000 and 14,000 to 28,000; the second is waited for from 20,000 on
+    assert sums(seconds(*both([ALL, ALL]))) == [28_000, 20_000, 8_000, 20_000]
+
+
+def test_transfers_over_different_mesh_axes_do_not_meet():
+    # an axis of the torus each: 3/4 x 32,000 = 24,000 over data, 1/2 x 32,000 = 16,000 over tensor
+    data = ALL.replace("[1,8]<=[8]", "[2,4]<=[4,2]T(1,0)")
+    tensor = ALL.replace("[1,8]<=[8]", "[4,2]<=[8]")
+    step = seconds(*both([data, tensor]), mesh={"data": 4, "tensor": 2})
+    assert sums(step) == [24_000, 20_000, 4_000, 36_000]
+    assert {span.where for span in step.spans} == {"compute", "exposed", "data", "tensor"}
+
+
+def test_a_synchronous_collective_waits_for_the_one_under_way():
+    # 0 to 14,000 and 14,000 to 28,000, of which 10,000 were hidden
+    start = gather("s", opcode="all-gather-start", shape="(f32[1000]{0}, f32[8000]{0})")
+    step = seconds(start, work("a", 10_000), gather("g"), "%d = f32[8000]{0} all-gather-done(%s)")
+    assert sums(step) == [28_000, 10_000, 18_000, 10_000]
+
+
+LOOP = """
+%body (x: (s32[], f32[1000])) -> (s32[], f32[1000]) {{
+  %x = (s32[], f32[1000]{{0}}) parameter(0)
+  {lines}
+  ROOT %y = (s32[], f32[1000]{{0}}) tuple(%x)
+}}
+
+%condition (x: (s32[], f32[1000])) -> pred[] {{
+  ROOT %z = pred[] parameter(0)
+}}
+"""
+TURNS = ', backend_config={"known_trip_count":{"n":"3"}}'
+
+
+def loop(turns=TURNS):
+    return f"%w = (s32[], f32[1000]{{0}}) while(%p), condition=%condition, body=%body{turns}"
+
+
+def test_a_loop_counts_as_often_as_it_turns():
+    # 3 x (10,000 + 14,000)
+    body = "\n  ".join([work("a", 10_000, inputs="%x"), gather("g", "%a")])
+    step = seconds(loop(), more=LOOP.format(lines=body))
+    assert sums(step) == [72_000, 30_000, 42_000, 0]
+    assert [(one.name, one.calls, one.waits) for one in step.operations] == [("all-gather g", 3, True), ("a", 3, False)]
+    assert len(step.spans) == 3 * 3
+
+
+def test_a_loop_without_collectives_is_not_walked_again_and_again():
+    step = seconds(loop(), more=LOOP.format(lines=work("a", 10_000, inputs="%x")))
+    assert sums(step) == [30_000, 30_000, 0, 0]
+    assert [(one.calls, one.seconds) for one in step.operations] == [(3, pytest.approx(30e-6))]
+    assert len(step.spans) == 1
+
+
+def test_a_loop_that_does_not_tell_counts_once_and_is_named():
+    step = seconds(loop(turns=""), more=LOOP.format(lines=work("a", 10_000, inputs="%x")))
+    assert sums(step) == [10_000, 10_000, 0, 0]
+    assert step.notes == ("assumed: 1 x loops that do not tell how often they turn, counted once",)
+
+
+def test_what_nobody_waits_for_has_to_arrive_all_the_same():
+    start = gather("s", opcode="all-gather-start", shape="(f32[1000]{0}, f32[8000]{0})")
+    assert sums(seconds(start, work("a", 10_000))) == [14_000, 10_000, 4_000, 10_000]
+
+
+def piece(name, config):
+    line = f'ROOT {gather("in_" + name, "%q")}, frontend_attributes={{chain_id="7"}}, backend_config={config}'
+    return f"\n%{name} (q: f32[1000]) -> f32[8000] {{\n  %q = f32[1000]{{0}} parameter(0)\n  {line}\n}}\n"
+
+
+def test_a_collective_that_is_spread_over_fusions_runs_from_the_first_to_the_last():
+    # in a ring, so over one axis: 28,000 from the start; 10,000 + 2,000 beside it
+    config = '{"async_collective_fusion_config":{"flag_start":"-1","flag_end":"-1"}}'
+    more = "".join(piece(name, config) for name in ("first", "middle", "last"))
+    step = seconds(
+        "%start = (f32[8000]{0}) fusion(%p), kind=kCustom, calls=%first",
+        work("m", 10_000).replace("%fused", "%middle"),
+        work("b", 2_000),
+        "%done = f32[8000]{0} fusion(%m), kind=kCustom, calls=%last",
+        work("c", 1_000),
+        more=more,
+    )
+    assert sums(step) == [29_000, 13_000, 16_000, 12_000]
+
+
+def test_of_a_branch_the_dearest():
+    branches = "".join(
+        f"\n%{name} (q: f32[1000]) -> f32[1000] {{\n  %q = f32[1000]{{0}} parameter(0)\n  ROOT {line}\n}}\n"
+        for name, line in (("one", work("a", 9_000, inputs="%q")), ("two", gather("g", "%q")))
+    )
+    # 14,000 of a collective is dearer than 9,000 of work
+    chosen = "%c = f32[1000]{0} conditional(%p, %p, %p), branch_computations={%one, %two}"
+    assert sums(seconds(chosen, more=branches)) == [14_000, 0, 14_000, 0]
+
+
+def test_a_pass_of_a_pipeline_counts_in_the_ticks_in_which_some_stage_takes_it():
+    """gpipe on 2 stages, 3 micro-batches: forwards in 4 of 8 ticks, backwards in the other 4; permutes in all."""
+    schedule = so.schedules.gpipe(2, 3)
+    assert schedule.num_ticks == 8
+    passes = "".join(
+        f"\n%{name} (q: f32[1000]) -> f32[1000] {{\n  %q = f32[1000]{{0}} parameter(0)\n  ROOT {line}\n}}\n"
+        for name, line in (
+            ("forward", work("f", 1_000, inputs="%q")),
+            ("backward", work("b", 2_000, inputs="%q")),
+            ("idle", "%i = f32[1000]{0} bitcast(%q)"),
+        )
+    )
+    taken = "%c{} = f32[1000]{{0}} conditional(%x, %x, %x), branch_computations={{%idle, %{}}}"
+    pairs = "channel_id=1, source_target_pairs={{0,1},{2,3}}"
+    lines = [taken.format(1, "forward"), taken.format(2, "backward")]
+    # 4,000 bytes to a neighbour over the axis of the torus that 2 of 4 devices have
+    lines.append(f"%g = f32[1000]{{0}} collective-permute(%x), {pairs}")
+    turns = TURNS.replace("3", "8")
+    options = {
+        "mesh": {"data": 2, "pipeline": 2},
+        "partitions": 4,
+        "more": passes + LOOP.format(lines="\n  ".join(lines)),
+    }
+    assert sums(seconds(loop(turns), **options)) == [8 * 7_000, 8 * 3_000, 8 * 4_000, 0]
+    step = step_seconds(
+        program(loop(turns), partitions=4, more=options["more"]), mesh=options["mesh"], hardware=CHIP, schedule=schedule
+    )
+    assert sums(step) == [4 * 3_000 + 8 * 4_000, 4 * 3_000, 8 * 4_000, 0]
+    with pytest.raises(
+        ValueError, match=r"^step_seconds: the schedule has 12 ticks, and no loop of the program turns so often"
+    ):
+        step_seconds(
+            program(loop(turns), partitions=4, more=options["more"]),
+            mesh=options["mesh"],
+            hardware=CHIP,
+            schedule=so.schedules.gpipe(2, 5),
+        )
+
+
+def test_a_called_computation_runs_in_place():
+    called = (
+        f"\n%callee (q: f32[1000]) -> f32[1000] {{\n  %q = f32[1000]{{0}} parameter(0)\n  ROOT {work('a', 9_000)}\n}}\n"
+    )
+    step = seconds("%c = f32[1000]{0} call(%p), to_apply=%callee", work("b", 1_000), more=called)
+    assert sums(step) == [10_000, 10_000, 0, 0]
+
+
+def test_between_slices_it_is_the_network():
+    # an all-reduce of 4,000 bytes over 2 slices: 2 x 1/2 x 4,000 at a tenth of a byte, 40,000, of which 10,000 hidden
+    words = '_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="r"'
+    more = f'channel_id=2, is_host_transfer=true, frontend_attributes={{{words},_xla_megascale_transfer_type="ALL_REDUCE"}}'
+    step = seconds(
+        f"%send = (f32[1000]{{0}}, u32[]{{:S(2)}}, token[]) send(%p), {more}",
+        f"%recv = (f32[1000]{{0}}, u32[]{{:S(2)}}, token[]) recv(%p), {more}",
+        work("a", 10_000),
+        "%recv-done = (f32[1000]{0}, token[]) recv-done(%recv), channel_id=1",
+        work("b", 1_000),
+        "%send-done = token[] send-done(%send), channel_id=2",
+        mesh={"replica": 2, "data": 8},
+    )
+    assert sums(step) == [41_000, 11_000, 30_000, 10_000]
+
+
+def test_an_all_to_all_passes_devices_in_between():
+    # 64 devices on 8 x 8: 63/64 x 64,000 bytes over both axes, past 8 / 4 = 2 links on average
+    groups = "channel_id=1, replica_groups=[1,64]<=[64], dimensions={0}"
+    line = gather("g", groups=groups, opcode="all-to-all", shape="f32[16000]{0}")
+    step = seconds(work("a", 0), line, partitions=64, mesh={"expert": 64})
+    assert sums(step)[2] == 2 * 63_000 / 2
+
+
+def kernel(name, config=""):
+    inputs = "%p, %q"
+    shape = "bf16[8,1024,128]{2,1,0}"
+    q = f"%q = {shape} bitcast(%p)"
+    return [q, f'%{name}.3 = {shape} custom-call({inputs}), custom_call_target="tpu_custom_call"{config}', work("a", 1)]
+
+
+def test_kernels_take_what_they_state_or_what_their_shapes_tell():
+    stated = (
+        ', backend_config={"custom_call_config":{"body":"x","cost_estimate":{"flops":"5000","bytes_accessed":"7"}}}'
+    )
+    assert sums(seconds(*kernel("mine", stated))) == [5_001, 5_001, 0, 0]
+    # two products over 8 heads of 1024 x 1024 x 128, three quarters of them: 3 of 4 blocks of 512 x 512 are not masked
+    flops = 2 * 2 * 8 * 1024**2 * 128 * 3 / 4
+    assert sums(seconds(*kernel("splash_mha_fwd")))[0] == flops + 1
+    assert seconds(*kernel("splash_mha_fwd")).notes == ()
+    other = seconds(*kernel("mine"))
+    assert sums(other)[0] == 4000 + 2 * 8 * 1024 * 128 * 2 + 1
+    assert other.notes == ("assumed: 1 x kernel mine without an estimate, counted by its bytes",)
+
+
+def test_what_has_no_estimate_takes_its_bytes_and_is_named():
+    unknown = f'"estimated_cycles":"{2**63 - 1}"'
+    step = seconds(
+        work("a", 1_000),
+        "%scatter = f32[2000]{0} fusion(%a), kind=kCustom, calls=%fused",  # 2 x 8,000 bytes
+        f"%gather.7 = f32[2000]{{0}} fusion(%a), kind=kCustom, calls=%fused, backend_config={{{unknown}}}",
+        "%small = f32[1000]{0} add(%p, %p)",
+        '%buffer = f32[100000]{0} custom-call(), custom_call_target="AllocateBuffer"',
+    )
+    assert sums(step) == [33_000, 33_000, 0, 0]
+    assert step.notes == (
+        "assumed: 1 x gather without an estimate, counted by the bytes of its result",
+        "assumed: 1 x scatter without an estimate, counted by the bytes of its result",
+    )
+
+
+TABLES = """FileNames
+1 "/home/me/model.py"
+2 "/home/me/train.py"
+
+FunctionNames
+1 "loss"
+
+FileLocations
+1 {file_name_id=2 function_name_id=1 line=7 end_line=7 column=1 end_column=9}
+2 {file_name_id=1 function_name_id=1 line=42 end_line=43 column=1 end_column=9}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+5 {file_location_id=2 parent_frame_id=2}
+
+
+"""
+
+
+def named(line, where):
+    return line.replace(", backend_config", f', metadata={{op_name="jit(step)/dot" {where}}}, backend_config')
+
+
+def test_an_operation_says_which_line_made_it():
+    lines = [
+        named(work("new", 3), "stack_frame_id=5"),
+        named(work("old", 2), 'source_file="/home/me/old.py" source_line=9'),
+        work("none", 1),
+    ]
+    step = seconds(*lines, tables=TABLES)
+    assert [(one.name, one.source, one.op_name) for one in step.operations] == [
+        ("new", "/home/me/model.py:42", "jit(step)/dot"),
+        ("old", "/home/me/old.py:9", "jit(step)/dot"),
+        ("none", "", ""),
+    ]
+
+
+def test_metadata_of_a_kernel_goes_over_several_lines():
+    metadata = ', frontend_attributes={kernel_metadata={\n"xprof_metadata":"{\\"block_q\\": 512}"\n}}, '
+    lines = kernel("mine", f'{metadata}metadata={{op_name="pallas_call" stack_frame_id=5}}')
+    (one, _) = seconds(*lines, tables=TABLES).operations
+    assert (one.op_name, one.source) == ("pallas_call", "/home/me/model.py:42")
+
+
+def test_it_prints_sums_the_dearest_and_what_was_assumed():
+    scatter = "%scatter = f32[2000]{0} fusion(%a), kind=kCustom, calls=%fused"
+    step = seconds(named(work("a", 10_000), "stack_frame_id=5"), gather("g"), scatter, tables=TABLES)
+    assert str(step).splitlines() == [
+        "0.040 ms per step, estimated: 0.026 compute, 0.014 exposed communication (0.000 hidden)",
+        "   ms  share  calls  operation           where",
+        "0.016  40.0%      1  scatter",
+        "0.014  35.0%      1  wait: all-gather g",
+        "0.010  25.0%      1  a                   me/model.py:42 jit(step)/dot",
+        "assumed: 1 x scatter without an estimate, counted by the bytes of its result",
+    ]
+    shown = json.loads(json.dumps(step.to_json()))
+    assert shown["total"] == pytest.approx(40e-6)
+    assert shown["operations"][2] == step.operations[2]._asdict()
+    assert (shown["notes"], shown["reason"]) == (list(step.notes), None)
+
+
+def test_ten_operations_are_enough():
+    step = seconds(*(work(f"a{at}", at + 1) for at in range(12)))
+    assert [one.name for one in step.operations] == [f"a{at}" for at in range(11, 1, -1)]
+    assert sums(step)[0] == 78
+
+
+def test_the_timeline_shows_what_runs_when():
+    step = seconds(STARTS, work("a", 10_000), UPDATES, work("b", 5_000), ENDS, more=SPARSE_CORE)
+    (axes,) = plot_timeline(step).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["TensorCore", "over data"]
+    drawn = {
+        bars.get_label(): [(path.get_extents().x0, path.get_extents().x1) for path in bars.get_paths()]
+        for bars in axes.collections
+    }
+    assert drawn["compute"] == [pytest.approx((0, 0.015))]
+    assert drawn["exposed"] == [pytest.approx((0.015, 0.024))]
+    assert axes.get_xlim()[1] == pytest.approx(0.024)
+
+
+def test_where_nothing_is_estimated_it_says_so():
+    text = program("%a = f32[1000]{0} fusion(%p), kind=kLoop, calls=%fused")
+    step = step_seconds(text, mesh=MESH, hardware="v5p")
+    assert step == StepSeconds(
+        None, None, None, None, reason="the program holds no cycle estimates; only XLA:TPU writes them."
+    )
+    assert str(step) == f"step time unknown: {step.reason}"
+    assert step.to_json()["total"] is None
+    with pytest.raises(ValueError, match=r"^plot_timeline: there is no timeline: the program holds no cycle estimates"):
+        plot_timeline(step)
+    here = step_seconds(jax.jit(jnp.sin), jnp.ones(4))
+    assert here.reason == step.reason
+    gpu = step_seconds(program(work("a", 1)), mesh=MESH, hardware="h100")
+    assert gpu.reason == "h100 has no clock in which XLA estimates; only TPUs have."
+
+
+def test_a_chip_that_nobody_names_is_asked_for():
+    message = (
+        "step_seconds: cannot tell the chip of this program.\n"
+        "Fix: pass hardware=, such as 'v5p', or the mesh of devices that it was compiled for."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        step_seconds(program(work("a", 1)), mesh=MESH)
+    message = "step_seconds: the mesh (data=4) has 4 devices, the program 8."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        step_seconds(program(work("a", 1)), mesh={"data": 4}, hardware="v5p")
+
+
+def test_devices_tell_their_chip_and_halves_of_one_share_it():
+    def devices(kind, *places):
+        return [SimpleNamespace(device_kind=kind, coords=place) for place in places]
+
+    assert hardware_of(devices("TPU v5", (0, 0, 0), (1, 0, 0))) == HARDWARE["v5p"]
+    assert hardware_of(devices("TPU v5 lite", (0, 0, 0))) == HARDWARE["v5e"]
+    half = hardware_of(devices("TPU7x", (0, 0, 0), (0, 0, 0), (1, 0, 0), (1, 0, 0)))
+    whole = HARDWARE["tpu7x"]
+    assert (half.flops, half.link_bandwidth, half.clock) == (whole.flops / 2, whole.link_bandwidth / 2, whole.clock)
+    assert hardware_of(jax.devices()) is None
+    assert hardware_of([]) is None
+
+
+def test_clocks_are_those_of_the_matrix_units():
+    """Peak = clock x flops of a cycle: so many units of 128 x 128, a multiplication and an addition each."""
+    units = {"v4": 8, "v5e": 4, "v5p": 8, "v6e": 16, "tpu7x": 32}
+    for name, count in units.items():
+        assert HARDWARE[name].clock * count * 128 * 128 * 2 == pytest.approx(HARDWARE[name].flops, rel=0.005)
+    assert {one.name for one in HARDWARE.values() if one.clock} == set(units)
+
+
+def test_names_are_public():
+    assert so.planning.step_seconds is step_seconds
+    assert Operation._fields[:2] == ("name", "seconds")

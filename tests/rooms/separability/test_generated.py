@@ -1,0 +1,79 @@
+"""No random program is accepted that plain jax finds to be no mean over rows; and most of those that are means are accepted.
+
+Plain jax judges every accepted program. It judges a sample of the others, from which the share of accepted means is estimated:
+compiling both sides of a program takes forty times as long as the proof.
+"""
+
+from typing import NamedTuple
+
+import pytest
+from support.piecewise import compare, proved
+from support.random_losses import random_loss
+
+QUICK, MANY = 200, 10_000
+LEAST_SHARE = 0.5
+"""The least share of separable programs that the proof accepts."""
+
+
+class Tally(NamedTuple):
+    """What became of some programs.
+
+    Attributes:
+      programs: how many there were.
+      accepted: how many of them the proof accepts.
+      separable: how many of them are means over rows, as estimated from the sample of refused ones.
+      unsound: the programs that are accepted, but are no means.
+    """
+
+    programs: int
+    accepted: int
+    separable: int
+    unsound: list[str]
+
+
+def tally(seeds: range, sample: int) -> Tally:
+    """Judge programs; of those that the proof refuses, each `sample`-th is compared."""
+    accepted, refused, refused_means, unsound = 0, 0, 0, []
+    for seed in seeds:
+        program = random_loss(seed)
+        arguments = program.loss_fn, program.params, program.batch, program.pieces
+        if proved(*arguments):
+            accepted += 1
+            comparison = compare(*arguments)
+            if comparison.differs:
+                comparison = compare(*arguments, jit=False)
+            if comparison.differs:
+                unsound.append(f"{program}{comparison}")
+        else:
+            refused += 1
+            if refused % sample == 0:
+                refused_means += compare(*arguments).separable
+    return Tally(len(seeds), accepted, accepted - len(unsound) + sample * refused_means, unsound)
+
+
+def judge(seeds: range, sample: int, capsys: pytest.CaptureFixture) -> None:
+    result = tally(seeds, sample)
+    with capsys.disabled():
+        share = f"{result.accepted} of about {result.separable} separable programs are accepted, of {result.programs}"
+        print(f"\nseeds {seeds.start} to {seeds.stop - 1}: {share}; {len(result.unsound)} unsound")
+    assert not result.unsound, "\n".join([f"{len(result.unsound)} accepted that are no means:", *result.unsound])
+    assert result.programs * 0.25 < result.accepted < result.programs * 0.75
+    assert result.accepted >= LEAST_SHARE * result.separable
+
+
+@pytest.mark.parametrize("start", range(0, QUICK, 50))
+def test_programs(start, capsys):
+    judge(range(start, start + 50), 5, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(QUICK, QUICK + MANY, 500))
+def test_ten_thousand_programs(start, capsys):
+    judge(range(start, start + 500), 10, capsys)
+
+
+@pytest.mark.fast
+def test_a_seed_is_one_program():
+    first, again = random_loss(7), random_loss(7)
+    assert str(first) == str(again)
+    assert len({random_loss(seed).source for seed in range(20)}) > 18
