@@ -26,6 +26,7 @@ from shardopt.pipeline import schedules
 from shardopt.runtime._doctor import doctor
 from shardopt.runtime._processes import initialize
 from shardopt.step._adopt import adopt
+from shardopt.step._average import with_average
 from shardopt.step._check import check
 from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.strategies import ddp, fsdp, hybrid, zero
@@ -87,6 +88,7 @@ __all__ = [
     "schedules",
     "training",
     "transforms",
+    "with_average",
     "with_params",
     "zero",
 ]
