@@ -1,5 +1,6 @@
 """`with_average`: a state with the average of the parameters in place of the parameters, to evaluate or to export it."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -12,6 +13,8 @@ from shardopt.config._user_mesh import on_auto_axes
 from shardopt.core._errors import calling, error_text, format_error
 from shardopt.core._types import PyTree, TrainState, is_average, leaves_with_paths, wide_dtype
 from shardopt.mesh import on_mesh
+from shardopt.step._optimizer import Metrics
+from shardopt.step._step import Program
 
 Source = tuple[jax.Array, ...]
 """The arrays that give one leaf: its average, or y, z and b1 of schedule-free."""
@@ -79,6 +82,25 @@ def select_params(caller: str, state: TrainState, params: str | None) -> TrainSt
     """Return the state to evaluate: `state`, or with `params="average"` the state `with_average`."""
     check_selection(caller, params)
     return state if params is None else with_average(state)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationFn:
+    """`opt.evaluate`, of the parameters of a state or of their average.
+
+    Attributes:
+      of_params: the evaluation of the parameters.
+    """
+
+    of_params: Program
+
+    def __call__(self, state: TrainState, batch: PyTree, params: str | None = None) -> Metrics:
+        """Return the loss and metrics of a batch."""
+        return self.of_params(select_params("evaluate", state, params), batch)
+
+    def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
+        """Return the lowered program, also for abstract arguments."""
+        return self.of_params.lower(state, batch)
 
 
 def _sources(state: TrainState) -> dict[str, Source]:

@@ -20,7 +20,7 @@ from shardopt.losses._view import Views
 from shardopt.matrices._owned_update import layout_bytes, owners_of
 from shardopt.mesh import on_mesh
 from shardopt.partition import Report, report
-from shardopt.step._average import select_params
+from shardopt.step._average import EvaluationFn
 from shardopt.step._batches import as_arrays
 from shardopt.step._cache import LayoutCache, limit_in_flight
 from shardopt.step._compile import AotCompiled, make_program
@@ -44,7 +44,7 @@ UNDECIDED = "view: the first step chooses it."
 
 @dataclasses.dataclass(frozen=True)
 class BatchFn:
-    """A compiled function of a train state and a batch: `opt.evaluate`, an `EvaluationFn`, or `opt.step`, a `TrainFn`.
+    """A compiled function of a train state and a batch: `opt.evaluate`, or `opt.step`, a `TrainFn`.
 
     The batch is a pytree with leaves [global batch, ...]: numpy arrays, which hold the whole global batch on every
     process, or jax arrays that are global already.
@@ -82,15 +82,6 @@ class TrainFn(BatchFn):
     def with_kinds(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array | Metric]]:
         """Take a step and return metrics with their kinds, `Sum`, `Max` or `Min`."""
         return super().__call__(state, batch)
-
-
-class EvaluationFn(BatchFn):
-    """`opt.evaluate`."""
-
-    @api_boundary
-    def __call__(self, state: TrainState, batch: PyTree, params: str | None = None) -> Metrics:
-        """Evaluate the parameters of a state, or their average."""
-        return super().__call__(select_params("evaluate", state, params), batch)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -235,7 +226,7 @@ def build(
     return ShardedOptimizer(
         init=api_boundary(functions.init),
         step=TrainFn(functions.prepare_step, limit),
-        evaluate=EvaluationFn(functions.prepare_evaluate, limit),
+        evaluate=EvaluationFn(BatchFn(functions.prepare_evaluate, limit)),
         synchronize=api_boundary(functions.synchronize),
         specs=api_boundary(functions.specs),
         abstract_state=api_boundary(functions.abstract_state),
