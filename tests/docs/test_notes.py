@@ -49,9 +49,14 @@ def test_planning_says_which_libtpu_the_extra_installs():
     assert re.search(rf"{re.escape(pin)}(\.\d+)? with (jax )?{re.escape(importlib.metadata.version('jax'))}", text)
 
 
-@pytest.mark.parametrize("name", ["benchmarks", "experts", "failures", "planning"])
+GUIDES = ["benchmarks", "blocks", "data_parallel", "experts", "failures", "losses", "planning"]
+MOSTLY_CODE = ["any_loss", "losses_across_rows"]
+
+
+@pytest.mark.parametrize("name", GUIDES + MOSTLY_CODE)
 def test_a_guide_takes_five_minutes(name):
-    assert len((ROOT / "docs" / f"{name}.md").read_text().split()) <= 1050
+    words = (ROOT / "docs" / f"{name}.md").read_text().split()
+    assert len(words) <= (1200 if name in MOSTLY_CODE else 1050)
 
 
 @pytest.fixture
