@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from shardopt.config._user_mesh import on_auto_axes
 from shardopt.core._errors import calling, error_text, format_error
+from shardopt.core._tracebacks import api_boundary
 from shardopt.core._types import PyTree, TrainState, is_average, leaves_with_paths, wide_dtype
 from shardopt.mesh import on_mesh
 from shardopt.step._optimizer import Metrics
@@ -94,6 +95,7 @@ class EvaluationFn:
 
     of_params: Program
 
+    @api_boundary
     def __call__(self, state: TrainState, batch: PyTree, params: str | None = None) -> Metrics:
         """Return the loss and metrics of a batch."""
         return self.of_params(select_params("evaluate", state, params), batch)
