@@ -19,8 +19,7 @@ from shardopt.core._errors import CheckpointError, format_error
 from shardopt.core._types import PyTree, TrainState
 from shardopt.parameter_server._clock import PersistentMap, make_clock
 from shardopt.parameter_server._log import Event, Header, Log, Positions
-from shardopt.parameter_server._mathematics import Mathematics
-from shardopt.parameter_server._server import Server, ServerState
+from shardopt.parameter_server._server import MakeServer, Server, ServerState
 from shardopt.parameter_server._updates import Update, check_params, digest
 from shardopt.parameter_server._views import Status, WorkerStats, summarize
 
@@ -48,14 +47,6 @@ class Compute(NamedTuple):
     update: Callable[[int, PyTree, PyTree, int], Update | None]
     on_server: Callable[[PyTree], PyTree]
     ahead: Callable[[int, PyTree], None] | None = None
-
-
-class MakeServer(Protocol):
-    """Makes the server of a run."""
-
-    def __call__(self, *, donate: bool, mathematics: Mathematics | None = None) -> Server:
-        """Return a new server; see `make_server`."""
-        ...
 
 
 class MakeCompute(Protocol):
