@@ -21,6 +21,7 @@ from shardopt.core._types import wide_dtype
 from shardopt.mesh import axes_of_role, is_analysed, mesh_under_trace
 from shardopt.nn._dispatch import combine, plan_exchange, send, sorted_by_expert, spread
 from shardopt.nn._grouped_product import grouped_product
+from shardopt.nn._low_rank import as_array
 from shardopt.nn._order import CONTEXT
 from shardopt.nn._router import RouterStatistics, Routes, Score, dense_weights, route
 from shardopt.partition._plan import EXPERT
@@ -127,6 +128,8 @@ def mixture_of_experts(
       equations 12 to 16.
     """
     E = router.shape[-1]
+    weights = {name: as_array(weight) for name, weight in weights.items()}
+    shared = shared and {name: as_array(weight) for name, weight in shared.items()}
     _check(weights, x, router, shared, bias, top_k=top_k, score=score, groups=groups, chunk=chunk)
     mesh = mesh_under_trace()
     context_axes = tuple(axis for axis in axes_of_role(CONTEXT) if mesh.shape[axis] > 1)
