@@ -133,7 +133,7 @@ def test_steps_equal_one_device(mesh, base, low_rank_products, mesh_of):
         assert np.abs(pair["b"] - start["blocks"][part][name].lora_b).max() > 1e-3
         np.testing.assert_allclose(node.lora_a, pair["a"], rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(node.lora_b, pair["b"], rtol=1e-4, atol=1e-6)
-    frozen = lambda params: [leaf for leaf in jax.tree.leaves(adapted.without_adapters(params))]  # noqa: E731
+    frozen = lambda params: jax.tree.leaves(adapted.without_adapters(params))  # noqa: E731
     for before, after in zip(frozen(start), frozen(state.params), strict=True):
         np.testing.assert_array_equal(before, after)
 
