@@ -1,27 +1,28 @@
 """`lora`: train a small product of two matrices on top of frozen weights."""
 
 import dataclasses
+import os
 import re
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from shardopt.adapters._files import load_adapters, save_adapters
 from shardopt.adapters._quantized_weight import Base, QuantizedWeight, check_base, quantize
 from shardopt.core._arguments import check_count, check_number
 from shardopt.core._block_model import BLOCKS, BlockModel, LossFn, as_block_model, takes_rng
 from shardopt.core._errors import calling, error_text, plural
 from shardopt.core._types import PyTree, Rules, path_text
-from shardopt.nn._low_rank import LowRank, low_rank_shapes
+from shardopt.nn._low_rank import FACTORS, LowRank, low_rank_shapes
 from shardopt.optimizers import Matrix
 from shardopt.optimizers._matrices import Matrices, check_matrices
 from shardopt.partition._rules import check_rules
-
-FACTORS = ("lora_a", "lora_b")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +113,37 @@ class Lora:
     def without_adapters(self, params: PyTree) -> PyTree:
         """Return the parameters of the base model, as floats. For DPO this is the reference model."""
         return _map_nodes(lambda node: _with_float_base(node).base, params)
+
+    @calling("lora.save")
+    def save(self, folder: str | os.PathLike[str], params: PyTree) -> None:
+        """Write A and B, the settings, and a hash of the base. On several processes all call it, and the first one writes.
+
+        Args:
+          folder: it is created if it does not exist. An interrupted save leaves nothing that `load` accepts.
+          params: parameters with adapters, on one device or sharded.
+
+        Raises:
+          ModuleNotFoundError: if safetensors is not installed.
+        """
+        save_adapters(Path(folder), params, self._settings())
+
+    @calling("lora.load")
+    def load(self, folder: str | os.PathLike[str], params: PyTree) -> PyTree:
+        """Return parameters with A and B of a folder, placed as A and B of `params`.
+
+        Args:
+          folder: a folder that `save` wrote, on any mesh.
+          params: parameters with adapters, as `init` returns them, or as a state holds them.
+
+        Raises:
+          ModuleNotFoundError: if safetensors is not installed.
+          FileNotFoundError: if the folder holds no adapters.
+          ValueError: if the adapters were trained with other settings or on another base.
+        """
+        return load_adapters(Path(folder), params, self._settings())
+
+    def _settings(self) -> dict[str, object]:
+        return {"rank": self.rank, "alpha": self.alpha, "base": self.base}
 
     def _check_targets(self, paths: list[str], leaves: list[Any]) -> dict[str, Matrix]:
         matrices, matrix_of_path, problems = check_matrices(self.matrices), {}, []
@@ -246,7 +278,7 @@ def lora(
         dropout,
         base,
         matrices,
-        check_rules(rules),
+        cast(Sequence[tuple[re.Pattern[str], PartitionSpec]], check_rules(rules)),
     )
     return dataclasses.replace(adapted, model=_adapted_model(model, adapted.targets, low_rank_products))
 
@@ -263,7 +295,7 @@ def _compiled(targets: Sequence[str | re.Pattern[str]]) -> tuple[re.Pattern[str]
 def _adapted_model(model: LossFn, targets: tuple[re.Pattern[str], ...], low_rank_products: bool) -> LossFn:
     block_model = as_block_model(model)
     if block_model is None:
-        return _on_view(model, _merged_view)
+        return _on_view(cast(Callable[..., Any], model), _merged_view)
     block_view = _low_rank_view if low_rank_products else _merged_view
     return BlockModel(
         embed=_on_view(block_model.embed, _merged_view),
@@ -295,8 +327,9 @@ def _merged_view(params: PyTree, _: jax.Array | None) -> PyTree:
 def _low_rank_view(params: PyTree, rng: jax.Array | None) -> PyTree:
     """Return parameters whose targets are `LowRank` with a base of floats, and with a key of their own for dropout."""
     nodes = [leaf for leaf in jax.tree.leaves(params, is_leaf=_is_low_rank) if _is_low_rank(leaf)]
-    has_dropout = rng is not None and any(node.dropout for node in nodes)
-    keys = iter(jax.random.split(jax.random.fold_in(rng, _SALT), len(nodes)) if has_dropout else [None] * len(nodes))
+    if rng is None or not any(node.dropout for node in nodes):
+        return _map_nodes(_with_float_base, params)
+    keys = iter(jax.random.split(jax.random.fold_in(rng, _SALT), len(nodes)))
     return _map_nodes(lambda node: dataclasses.replace(_with_float_base(node), key=next(keys)), params)
 
 

@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+FACTORS = ("lora_a", "lora_b")
+"""The names of A and B in key paths."""
+
 _LETTERS = "ABCDEFGHIJKLMNOPQSTUVWXYZ"  # without R, the letter of the rank
 
 

@@ -228,6 +228,46 @@ def test_dropout_scales_what_it_keeps_and_evaluation_drops_nothing(mesh_of):
     assert float(opt.evaluate(state, BATCH)["loss"]) == pytest.approx(float(expected.total / expected.weight), rel=1e-6)
 
 
+def small(base="float", size=4):
+    adapted = lora(lambda params, batch: jnp.mean(batch @ params["w"]), rank=2, targets=["w"], base=base)
+    return adapted, {"w": jnp.linspace(-1, 1, 8 * size).reshape(8, size), "key": jax.random.key(3)}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("base", ["float", "nf4"])
+def test_adapters_are_loaded_as_they_were_saved_on_any_mesh(base, tmp_path, mesh_of):
+    adapted, params = small(base)
+    trained = adapted.init(params, jax.random.key(0))
+    trained["w"] = dataclasses.replace(trained["w"], lora_b=jnp.arange(8.0).reshape(2, 4))
+    adapted.save(tmp_path, trained)
+    start = adapted.init(params, jax.random.key(1))
+    on_mesh = lambda leaf, spec: jax.device_put(leaf, jax.sharding.NamedSharding(mesh_of(data=2), spec))  # noqa: E731
+    start["w"] = dataclasses.replace(
+        start["w"],
+        base=jax.tree.map(lambda leaf: on_mesh(leaf, P("data")), start["w"].base),
+        lora_a=on_mesh(start["w"].lora_a, P("data")),
+    )
+    loaded = adapted.load(tmp_path, start)
+    np.testing.assert_array_equal(loaded["w"].lora_a, trained["w"].lora_a)
+    np.testing.assert_array_equal(loaded["w"].lora_b, trained["w"].lora_b)
+    assert loaded["w"].lora_a.sharding == start["w"].lora_a.sharding
+
+
+@pytest.mark.fast
+def test_adapters_of_another_base_or_other_settings_are_refused(tmp_path):
+    adapted, params = small()
+    adapted.save(tmp_path, adapted.init(params, jax.random.key(0)))
+    swapped = {**params, "w": params["w"].at[0, 0].set(params["w"][0, 1]).at[0, 1].set(params["w"][0, 0])}
+    with pytest.raises(ValueError, match=r"^lora.load: the adapters were trained on another base: its hash was \w{32}"):
+        adapted.load(tmp_path, adapted.init(swapped, jax.random.key(0)))
+    other = dataclasses.replace(adapted, rank=3)
+    message = "lora.load: the adapters were trained with other settings.\n  rank: 2 in the folder, 3 here\nFix: use their settings."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        other.load(tmp_path, other.init(params, jax.random.key(0)))
+    with pytest.raises(FileNotFoundError, match="has no adapter_config[.]json, so it holds no adapters"):
+        adapted.load(tmp_path / "none", adapted.init(params, jax.random.key(0)))
+
+
 class TwoLayers(eqx.Module):
     wide: jax.Array
     down: jax.Array
