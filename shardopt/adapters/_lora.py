@@ -74,8 +74,8 @@ class Lora:
           The same tree, with a `LowRank` in the place of each target. Its leaves end in "/base", "/lora_a" and "/lora_b".
 
         Raises:
-          ValueError: if a target matches no weight, if the weight is not floating or has no `Matrix`, if a rule matches no
-            leaf, or if the last dim of a weight is odd and base is "nf4".
+          ValueError: if a target matches no weight, or a weight that is not floating or has no `Matrix`. If a rule matches no
+            leaf. If base is "nf4" and the last dim of a weight is odd.
         """
         paths_and_leaves, treedef = jax.tree.flatten_with_path(params)
         paths = [path_text(path) for path, _ in paths_and_leaves]
@@ -219,7 +219,7 @@ def lora(
       targets: regexes that are searched in the key paths of the parameters. Each leaf that matches has an adapter.
       alpha: the factor of A B is alpha / rank; None is `rank`, so that the factor is 1.
       dropout: the probability with which a component of the input of A is 0 in training. It needs `low_rank_products`.
-      base: the form in which targets are stored and gathered. "float" leaves them as they are. "int8" and "nf4" take 8 and
+      base: how targets are stored and gathered. "float" leaves them as they are. "int8" and "nf4" take 8 and
         4 bits for each number and 32 bits for each scale. They are turned into floats where a block uses them.
       matrices: `[(regex, so.optimizers.Matrix), ...]` for targets with more dims than a matrix, such as `gpt.matrices`.
       rules: the tensor rules of the model without adapters, such as `gpt.rules`.

@@ -71,8 +71,8 @@ def check_base(base: str) -> None:
 def quantize(weight: Array, base: Base) -> Array | QuantizedWeight:
     """Return a weight in the form of `base`: an array, or a `QuantizedWeight`.
 
-    int8 has one scale for each vector along the last dim, and nf4 one for each 64 numbers of it, or for the largest
-    power of two below 64 that divides the last dim.
+    int8 has one scale for each vector along the last dim. nf4 has one scale for each 64 numbers of the last dim. If 64
+    does not divide it, groups are as large as the largest power of two that does.
     """
     if base == "float":
         return weight

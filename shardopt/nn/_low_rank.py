@@ -88,8 +88,8 @@ class LowRank:
         (near, near_letters), (far, far_letters) = factors
         middle = "".join(letter for letter in dict.fromkeys(x_letters + near_letters) if letter in out + far_letters)
         if self.key is not None and self.dropout:
-            kept = jax.random.bernoulli(self.key, 1 - self.dropout, x.shape)
-            x = jnp.where(kept, x / (1 - self.dropout), 0).astype(x.dtype)
+            mask = jax.random.bernoulli(self.key, 1 - self.dropout, x.shape)
+            x = jnp.where(mask, x / (1 - self.dropout), 0).astype(x.dtype)
         near_product = jnp.einsum(f"{x_letters},{near_letters}->{middle}", x, near)
         return self.scale * jnp.einsum(f"{middle},{far_letters}->{out}", near_product, far)
 
