@@ -33,6 +33,7 @@ from shardopt.training._evaluation import Evaluate, Evaluation, call_evaluate
 from shardopt.training._goodput import Goodput, Ledger
 from shardopt.training._loggers import Log, as_loggers, open_log, reopen, show_progress
 from shardopt.training._metrics import Meter, check_state
+from shardopt.training._profile import Profiler, check_profile
 from shardopt.training._resume import (
     END,
     SIGNALS,
@@ -91,6 +92,7 @@ def fit(
     progress: bool = True,
     on_nonfinite: Literal["raise", "skip"] = "raise",
     on_spike: Literal["skip", "rollback"] | None = None,
+    profile: tuple[int, int] | None = None,
 ) -> FitResult:
     """Train until `num_steps` total steps are taken, or something ends the run earlier.
 
@@ -134,7 +136,7 @@ def fit(
       early_stopping: when to stop; reads training metrics every `log_every` steps, other metrics at scheduled
         evaluations.
       checkpoints: where to save; a state that is not finite is never saved.
-      log: `log(step, metrics)`, or several: `so.training.jsonl`, `so.training.tensorboard` or any function.
+      log: `log(step, metrics)`, or several: `so.training.jsonl`, `tensorboard`, `wandb`, `mlflow`, `trackio` or any function.
       log_every: steps between reports of `opt.step`'s metrics, steps_per_second, examples_per_second and goodput (see
         `so.training.Goodput`).
       agree_every: steps between agreements of several processes whether to stop.
@@ -145,6 +147,9 @@ def fit(
         run goes back with `on_spike="rollback"`.
       on_spike: "skip" makes sure that the optimizer skips spikes, by `so.transforms.skip_anomalies`. "rollback" goes back
         to the newest snapshot of `checkpoints`. The log has `spike_step`, `spike_batch` and the values.
+      profile: (first, count): record a profile of `count` steps from step `first`, counted from 0, in the folder "profile"
+        of the checkpoints, or of the working directory. Each process records its devices. Step n has the annotation
+        "train" with the number n. SIGUSR1 to a process records a profile of its next five steps.
 
     Returns:
       A `FitResult`.
@@ -188,11 +193,14 @@ def fit(
     scheduled_every = checkpoints.every if evaluate_every is None and checkpoints is not None else evaluate_every
     _check_rounds(opt, num_steps, evaluate, scheduled_every, early_stopping)
 
+    check_profile(profile)
     spikes = spikes_of(opt, on_nonfinite, on_spike, checkpoints)
 
     run = _Run(opt, num_steps, evaluate, evaluate_every, early_stopping, checkpoints, log_every, agree_every, spikes)
     with ExitStack() as cleanup:
         run.start(cleanup, state, batches, log, progress=progress)
+        run.profiler = Profiler(_profile_folder(checkpoints), profile, run.display.say)
+        cleanup.enter_context(run.profiler.opened())
         del state  # a step donates it; parameters in a `DeferredInit` would stay in memory
         while (batch := run.next_batch()) is not END:
             run.take_step(batch)
@@ -207,6 +215,8 @@ def fit(
 @dataclasses.dataclass
 class _Run:
     """The arguments of `fit` and the state of its loop; the methods are the phases of the loop."""
+
+    profiler: Profiler = dataclasses.field(init=False)
 
     opt: ShardedOptimizer
     num_steps: int
@@ -267,7 +277,9 @@ class _Run:
         """Take a step, and report the step before it."""
         batch = as_arrays("fit", batch)
         self.ledger.enter("step")
-        self.state, device_metrics = self.opt.step(self.state, batch)
+        with self.profiler.before(self.step):
+            self.state, device_metrics = self.opt.step(self.state, batch)
+        self.profiler.after(self.step, device_metrics)
         self.step += 1
         step, checkpoints, evaluate_every = self.step, self.checkpoints, self.evaluate_every
         self.logging, self.evaluation_metrics = step % self.log_every == 0, {}
@@ -434,6 +446,10 @@ _STOP_TEXT = {
 def _goodput_folder(checkpoints: Checkpoints | None) -> Path | None:
     """Return the folder for the account of goodput, on the first process; None elsewhere."""
     return None if checkpoints is None or jax.process_index() else Path(checkpoints.directory)
+
+
+def _profile_folder(checkpoints: Checkpoints | None) -> Path:
+    return Path("." if checkpoints is None else checkpoints.directory) / "profile"
 
 
 def _check_optimizer_and_state(opt: ShardedOptimizer, state: TrainState | DeferredInit) -> None:
