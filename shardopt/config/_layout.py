@@ -16,6 +16,7 @@ from shardopt.config._compression import (
     init_compression,
 )
 from shardopt.config._config import StrategyConfig
+from shardopt.config._transformation import refuse_lookahead
 from shardopt.core._block_model import BLOCKS, as_block_model
 from shardopt.core._errors import calling, format_error, plural
 from shardopt.core._types import PyTree, TrainState, TreeDef, leaves_with_paths
@@ -89,6 +90,7 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
     _check_frozen(config, flat)
     trainable = _trainable(treedef, flat, abstract_params)
     opt_state = jax.eval_shape(config.update.tx.init, trainable)
+    refuse_lookahead(config.strategy, opt_state)
     trained_paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(trainable)]
     opt_specs = state_specs(
         opt_state,

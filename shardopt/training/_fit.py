@@ -37,7 +37,7 @@ from shardopt.training._resume import (
     pack,
     step_of,
 )
-from shardopt.training._tolerance import Tolerance
+from shardopt.training._tolerance import tolerated
 
 
 class FitResult(NamedTuple):
@@ -216,7 +216,6 @@ class _Run:
             self.opt, state, self.stream, self.early_stopping, self.checkpoints, self.display.say
         )
         self.step, self.local_updates = int(jax.device_get(self.state.step)), self.opt.config.local_updates is not None
-        self.tolerance = Tolerance(self.opt.wrapped, self.state.opt_state)
         self.saved_step = None if self.checkpoints is None else self.checkpoints.latest()
         self.evaluation_metrics: dict[str, float] = {}
         self.display.advance(self.step)
@@ -251,7 +250,7 @@ class _Run:
             device_metrics,
             examples=num_rows(self.opt.config, batch),
             reported=self.logging,
-            tolerated=self.tolerance(self.state.opt_state),
+            tolerated=tolerated(self.state),
         )
         self.ledger.enter("log")
         if previous_report is not None:
