@@ -57,6 +57,10 @@ class Layout(NamedTuple):
         """Return the parameters with None in place of the frozen leaves."""
         return _trainable(self.treedef, self.plans, params)
 
+    def trained_leaves(self, leaves: Sequence[_Leaf]) -> list[_Leaf]:
+        """Return the trainable ones of a list of all leaves."""
+        return [leaf for leaf, plan in zip(leaves, self.plans, strict=True) if plan.trainable]
+
     def merge(self, leaves: Sequence[_Leaf | None], trained: Sequence[_Leaf]) -> PyTree:
         """Return `leaves` as a parameter tree, with `trained` in place of the trainable leaves."""
         next_trained = iter(trained)
