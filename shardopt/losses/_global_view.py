@@ -19,7 +19,7 @@ from shardopt.losses._loss import loss_of_rows, step_key
 from shardopt.losses._metrics import factor, objective, of_rows, value_of
 from shardopt.losses._parts import Gradients, LossParts
 from shardopt.losses._rows import RowContext, with_rows
-from shardopt.losses._separable import as_gathered, find_mixing
+from shardopt.losses._separable import Cut, LossCall, as_gathered, find_mixing
 from shardopt.losses._sums import accumulate, parts_of_micro_batches, scale, sum_parts
 from shardopt.mesh import on_mesh
 
@@ -173,18 +173,11 @@ def num_micro_batches(config: StrategyConfig, layout: Layout, batch: PyTree, *, 
     if config.loss.separable:
         return count
     key = jax.eval_shape(lambda: jax.random.key(0)) if training and takes_rng(config.loss.loss_fn) else None
-    find_batch_mixing = functools.partial(
-        find_mixing,
-        pieces=count,
-        blocks=config.axes.num_row_shares,  # `constraints.cut_rows`: each micro-batch has a part of the rows of each device
-        dims=[row_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(batch)],
-        caller=config.strategy,
-        key=key,
-        training=training,
-    )
-    params = as_gathered(config, layout)
-    mixing = on_mesh(config.home.auto, find_batch_mixing, config.home.axes)(
-        config.loss.loss_fn, params, abstract(batch)
+    dims = [row_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(batch)]
+    cut = Cut(count, dims, blocks=config.axes.num_row_shares)  # as `cut_rows`: a part of the rows of each device
+    loss_call = LossCall(config.strategy, key, training)
+    mixing = on_mesh(config.home.auto, find_mixing, config.home.axes)(
+        config.loss.loss_fn, as_gathered(config, layout), abstract(batch), cut, loss_call
     )
     if mixing is None:
         return count

@@ -20,7 +20,16 @@ from shardopt.core._errors import calling, plural
 from shardopt.core._types import PyTree, Rules
 from shardopt.matrices._owned_update import layout_bytes
 from shardopt.mesh import spec_axes
-from shardopt.partition import COLUMNS, LayoutBytes, LeafPlan, ShardAxes, plan_leaves, shard_axes, state_specs
+from shardopt.partition import (
+    COLUMNS,
+    LayoutBytes,
+    LeafPlan,
+    PlanOptions,
+    ShardAxes,
+    plan_leaves,
+    shard_axes,
+    state_specs,
+)
 from shardopt.partition._report import num_shards
 from shardopt.pipeline import Schedule, schedules
 from shardopt.planning._workload import Recompute, Workload
@@ -293,17 +302,16 @@ def place(
     mesh = cast(Mesh, _MeshShape(layout.sizes))
     placement = PLACEMENTS[layout.placement]
     tables = workload.tables if placement.params and layout.shards.size > 1 and layout.pipeline == 1 else ()
-    plan_tree = plan_leaves(
-        workload.params,
-        mesh=mesh,
+    options = PlanOptions(
         rules=workload.rules if layout.tensor > 1 else (),
         stacked=True,
-        pipelined=layout.pipeline > 1,
         min_shard_elements=min_shard_elements if placement.opt_state else 1,
         is_trainable=lambda path: True,
+        pipelined=layout.pipeline > 1,
         tables=tables,
         expert_leaves=() if workload.experts is None else workload.experts.leaves,
     )
+    plan_tree = plan_leaves(workload.params, mesh, options)
     plans: list[LeafPlan] = jax.tree.leaves(plan_tree)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(workload.params)]
     state_spec_tree = state_specs(

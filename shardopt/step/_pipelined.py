@@ -23,7 +23,7 @@ from shardopt.pipeline import Schedule
 from shardopt.pipeline import _messages as messages
 from shardopt.pipeline import _uneven as uneven
 from shardopt.pipeline._cut import is_even
-from shardopt.pipeline._executor import execute, forward_only
+from shardopt.pipeline._executor import SumSpecs, execute, forward_only
 from shardopt.pipeline._messages import Index
 from shardopt.remat._gathered_block import leaves_like
 from shardopt.remat._split_backward import floating
@@ -55,8 +55,7 @@ def pipelined_gradients(
         _stage_weights(config, layout, schedule, params),
         layout.counts,
         remat=config.loss.remat,
-        block_specs=[layout.plans[i].tensor for i in trained_blocks],
-        outer_specs=[layout.plans[i].tensor for i in trained_outer],
+        specs=SumSpecs(*([layout.plans[i].tensor for i in indices] for indices in (trained_blocks, trained_outer))),
     )
     block_grads = [g.astype(layout.plans[i].dtype) for i, g in zip(trained_blocks, sums.blocks, strict=True)]
     if config.gathers_once:
