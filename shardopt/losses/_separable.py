@@ -21,11 +21,12 @@ from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.core._block_model import LossFn, as_block_model, call, takes_rng
 from shardopt.core._errors import NotSeparableError, format_error, plural
+from shardopt.core._trace_context import RowContext
 from shardopt.core._types import Max, Min, PyTree, Sum, Updated, Weighted, abstract, leaves_with_paths
 from shardopt.losses._batch_dims import num_rows, resized, row_dim, sequence_dim
 from shardopt.losses._explain import explained
 from shardopt.losses._parts import loss_parts
-from shardopt.losses._rows import RowContext, row_context, with_rows
+from shardopt.losses._rows import row_context, with_rows
 from shardopt.mesh import analysis, on_mesh
 from shardopt.partition import LeafPlan
 from shardopt.remat._gathered_block import leaves_like

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardopt.core._arguments import check_is_number
+from shardopt.core._arguments import check_is_number, check_number
 from shardopt.core._errors import calling, format_error
 from shardopt.core._types import PyTree
 from shardopt.reducers._axis import AxisName, all_gather_packed
@@ -81,12 +81,10 @@ def top_k(density: float = 0.01, *, momentum: float = 0.0) -> Reducer:
       Lin et al., "Deep Gradient Compression", 2018, section 3.1 (momentum correction) and 3.2 (factor masking).
     """
     check_is_number("density", density)
-    check_is_number("momentum", momentum)
+    check_number("momentum", momentum, below=1)
     if not 0 < density <= 1:
         fix = "use 1 to send everything, 0.01 to send one entry in a hundred."
         raise ValueError(format_error("top_k", f"density must be above 0 and at most 1, got {density}.", fix=fix))
-    if not 0 <= momentum < 1:
-        raise ValueError(format_error("top_k", f"momentum must be at least 0 and below 1, got {momentum}."))
     functions = _TopK(density, momentum)
     has_momentum = momentum > 0
     return make_reducer(

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from shardopt.checkpoint._checkpoints import Checkpoints
-from shardopt.core._arguments import check_count
+from shardopt.core._arguments import check_count, check_flag
 from shardopt.core._early_stopping import EarlyStopping, best, check_metric, out_of_patience, update
 from shardopt.core._errors import calling, format_error, plural
 from shardopt.core._tracebacks import api_boundary
@@ -160,8 +160,7 @@ def fit(
     _check_evaluate(evaluate, evaluate_every, early_stopping)
     _check_checkpoints(checkpoints)
     as_loggers(log)
-    if not isinstance(progress, bool):
-        raise TypeError(f"fit: progress must be True or False, got {progress!r}.")
+    check_flag("progress", progress)
     scheduled_every = checkpoints.every if evaluate_every is None and checkpoints is not None else evaluate_every
     _check_rounds(opt, num_steps, evaluate, scheduled_every, early_stopping)
 
