@@ -8,7 +8,7 @@ import optax
 
 from shardopt.config._transformation import closed_over, functions_within
 from shardopt.core._types import PyTree
-from shardopt.transforms._skip_anomalies import SkipAnomaliesState
+from shardopt.transforms._skip_anomalies import states_of_anomalies
 
 
 class Tolerance:
@@ -45,12 +45,6 @@ class Tolerance:
             return None
         leaves = jax.tree.leaves(opt_state)
         return _is_tolerated([leaves[i] for i in self._counts], [leaves[i] for i in self._finite], self._limit)
-
-
-def states_of_anomalies(opt_state: PyTree) -> list[SkipAnomaliesState]:
-    """Return the states of `skip_anomalies` in the state of an optimizer."""
-    is_state = lambda node: isinstance(node, SkipAnomaliesState)  # noqa: E731
-    return [node for node in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(node)]
 
 
 @jax.jit
