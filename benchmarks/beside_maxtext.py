@@ -80,6 +80,12 @@ class Choice(NamedTuple):
     fused: bool = False
     vmem: int = 48
 
+    @classmethod
+    def of(cls, text: str) -> "Choice":
+        """Read a choice such as "attention,1,1024,True,48"."""
+        remat, tiles, block, fused, vmem = text.split(",")
+        return cls(remat, int(tiles), int(block), fused == "True", int(vmem))
+
     def __str__(self) -> str:
         """Return what differs from the defaults."""
         words = [
@@ -409,6 +415,9 @@ def main() -> None:
     parser.add_argument("words", nargs="*", help="parts of the names of rows, among " + "; ".join(r.name for r in MORE))
     parser.add_argument("--maxtext", help="the Python of an environment with MaxText")
     parser.add_argument("--only", action="append", choices=CONTENDERS, help="compile only this; may be given again")
+    parser.add_argument(
+        "--choice", action="append", help="compile this alone, as remat,tiles,block,fused,vmem; may be repeated"
+    )
     parser.add_argument("--read", action="store_true", help="read the stored programs again, and compile none")
     parser.add_argument("--programs", type=Path, default=Path(tempfile.gettempdir()) / "beside_maxtext")
     options = parser.parse_args()
@@ -422,6 +431,9 @@ def main() -> None:
                 for path in sorted(options.programs.glob(f"{stem(row, who)} *.json")):
                     facts = json.loads(path.read_text())
                     store(row, who, Choice(**facts["choice"]), again(path, row))
+            elif options.choice and (who == "shardopt" or options.maxtext):
+                for text in options.choice:
+                    tried(row, who, Choice.of(text), options)
             elif who == "shardopt" or options.maxtext:
                 search(who, row, lambda choice, who=who, row=row: tried(row, who, choice, options))
     results = stored()

@@ -139,7 +139,7 @@ def kernels(text: str, row: Row) -> dict[str, dict[str, float]]:
     """Return the Pallas kernels of the program by name: calls in a step, flops of all of them, and the most they could be."""
     from shardopt.hlo._hlo_text import operands, parse
     from shardopt.hlo._walk import callees, trip_count
-    from shardopt.planning._schedule_actions import kernel_flops
+    from shardopt.planning._attention_kernels import kernel_flops
 
     shape, module, found = shape_of(row), parse(text), {}
     tokens = min(LENGTH, shape.expert_chunk or LENGTH)

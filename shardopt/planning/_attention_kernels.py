@@ -1,5 +1,10 @@
-"""Flops of splash attention's kernels, which compute whole tiles of a causal mask, and scores again backwards."""
+"""Flops and final schedules of splash attention's kernels, which compute whole tiles of a causal mask."""
 
+import math
+import re
+from typing import NamedTuple
+
+from shardopt.hlo._hlo_text import Instruction, arrays
 from shardopt.nn._flash import TILE
 
 KERNELS = {"fwd": (1, 1), "_dq": (2, 1), "fused": (3, 2), "_dkv": (2, 2)}
@@ -28,3 +33,134 @@ def splash_flops(key_products: int, value_products: int, *, heads: int, length: 
     """
     tiles = max(length // TILE, 1)
     return 2.0 * (key_products * keys + value_products * values) * heads * length**2 * (tiles + 1) / (2 * tiles)
+
+
+class KernelCall(NamedTuple):
+    """A call of an attention kernel on one row or more.
+
+    Attributes:
+      kernel: "fwd", "dq", "dkv" or "fused" of jax, or "splash_backward" of shardopt.
+      block: positions of a block of queries, and of keys.
+      rows: rows and heads, B x H.
+      length: T, positions.
+      width: width of a head.
+      parallel: parts of the work that the cores of a device can share. jax's backward kernels share rows alone, its
+        forward kernel shares heads too, and shardopt's backward kernel shares groups of heads.
+    """
+
+    kernel: str
+    block: int
+    rows: int
+    length: int
+    width: int
+    parallel: int
+
+
+class Bundles(NamedTuple):
+    """VLIW bundles of a kernel's final schedule: in a step of its grid, more in a visible tile, and in a row of blocks."""
+
+    step: float
+    tile: float
+    row: float
+
+
+SCHEDULED = {
+    ("v5p", "splash_backward", 512, 128): Bundles(3097, 0, 146),
+    ("v5p", "fwd", 512, 128): Bundles(319, 1199, 507),
+    ("v5p", "dq", 512, 128): Bundles(251, 1457, 109),
+    ("v5p", "dkv", 512, 128): Bundles(347, 1832, 51.25),
+    ("v5p", "fwd", 1024, 128): Bundles(312, 4846, 995),
+    ("v5p", "fused", 1024, 128): Bundles(514, 9138, 99.25),
+    ("v6e", "splash_backward", 512, 128): Bundles(2065, 0, 86),
+    ("v6e", "fwd", 512, 128): Bundles(244, 911, 252),
+    ("v6e", "dq", 512, 128): Bundles(103, 1008, 68),
+    ("v6e", "dkv", 512, 128): Bundles(148, 1274, 31.25),
+    ("v6e", "fwd", 1024, 128): Bundles(251, 3481, 476),
+    ("v6e", "fused", 1024, 128): Bundles(238, 5713, 59.5),
+}
+"""(chip, kernel, block, width of a head) -> bundles, by libtpu 0.0.52 (`benchmarks/results/kernel_schedules.json`)."""
+
+
+def scheduled_cycles(chip: str, call: KernelCall) -> float | None:
+    """Return the cycles of a call on one core by the final schedule of its kernel; None if the schedule is not known.
+
+    A core starts one bundle a cycle. Stalls are not counted.
+
+    Example:
+      >>> call = KernelCall("splash_backward", 512, rows=32, length=4096, width=128, parallel=8)
+      >>> 3e6 < scheduled_cycles("v5p", call) < 4e6
+      True
+    """
+    bundles = SCHEDULED.get((chip, call.kernel, call.block, call.width))
+    if bundles is None:
+        return None
+    blocks = max(call.length // call.block, 1)
+    tiles = blocks * (blocks + 1) // 2
+    steps = tiles if call.kernel == "splash_backward" else blocks**2  # jax visits hidden tiles, and computes nothing
+    return call.rows * (steps * bundles.step + tiles * bundles.tile + blocks * bundles.row)
+
+
+def shared_by_cores(cores: int, parallel: int) -> float:
+    """Return the part of a kernel's work that the busiest core of a device does.
+
+    Example:
+      >>> shared_by_cores(2, 1), shared_by_cores(2, 8), shared_by_cores(2, 3)
+      (1.0, 0.5, 0.6666666666666666)
+    """
+    return -(-parallel // cores) / parallel
+
+
+def kernel_call(line: Instruction, inputs: list[str]) -> KernelCall | None:
+    """Return the call of a causal attention kernel on whole rows without segments; None for other kernels.
+
+    Args:
+      line: the instruction. jax writes the sizes of blocks into its attributes.
+      inputs: shapes of its inputs. In jax's kernels queries are the first floats. Both libraries pass the visible tiles:
+        shardopt as two lists, and jax as a table for every block of queries.
+    """
+    floats = [_dims(shape) for shape in inputs if shape.startswith(_FLOATS) and len(_dims(shape)) >= 3]
+    if "splash_backward" in line.name and len(inputs) == _OPERANDS and line.shape.startswith("(bf16"):
+        (B, H, T, K), G = floats[0], floats[-1][1]
+        blocks = T // TILE
+        causal = _dims(inputs[0]) == [blocks * (blocks + 1) // 2]
+        return KernelCall("splash_backward", TILE, B * H, T, K, B * G) if causal else None
+    match = re.search(r"splash_mha_(fwd|dq|dkv)_(no_)?residuals", line.name)
+    if match is None or not floats:
+        return None
+    kernel, (*leading, heads, T, K) = match[1], floats[0]
+    B = math.prod(leading)
+    size = re.search(rf'block_q{"" if kernel == "fwd" else "_" + kernel}\\*": (\d+)', line.rest)
+    block = int(size[1]) if size else TILE
+    if not any(_dims(shape)[-2:] == [T // block] * 2 for shape in inputs if shape.startswith(("s8", "s32"))):
+        return None
+    if kernel == "dkv" and re.search(r'use_fused_bwd_kernel\\*": true', line.rest):
+        kernel = "fused"
+    return KernelCall(kernel, block, B * heads, T, K, B * heads if kernel == "fwd" else B)
+
+
+_OPERANDS = 8
+"""The operands of shardopt's kernel without segments: two lists of tiles, and six arrays."""
+
+
+def kernel_flops(line: Instruction, inputs: list[str]) -> float:
+    """Return the flops of a Pallas kernel: its stated flops, or `splash_flops` for splash attention; else 0."""
+    if stated := _STATED_FLOPS.search(line.rest):
+        return float(stated[1])
+    if "splash" not in line.name:
+        return 0.0
+    sizes = [dims for shape in inputs if len(dims := _dims(shape)) >= 3 and shape.startswith(_FLOATS)]
+    if not sizes:
+        return 0.0
+    *heads, length, width = max(sizes, key=math.prod)
+    value_width = sizes[2][-1] if len(sizes) > 2 else width  # queries, keys and values come first
+    products = next((count for word, count in KERNELS.items() if word in line.name), (2, 2))
+    widths = {"keys": width, "values": min(value_width, width)}
+    return splash_flops(*products, heads=math.prod(heads), length=length, **widths)
+
+
+_FLOATS = ("bf16", "f16", "f32")
+_STATED_FLOPS = re.compile(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
+
+
+def _dims(shape: str) -> list[int]:
+    return [int(dim) for dim in arrays(shape)[0].partition("[")[2].rstrip("]").split(",") if dim.isdigit()]

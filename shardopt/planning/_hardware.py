@@ -32,6 +32,7 @@ class Hardware:
       hides: kinds of collectives that overlap with inner products: all kinds on chips with a SparseCore or copy
         engines, gathers and permutes on TPUs that compute sums on the TensorCore.
       clock: cycles per second of a TPU's TensorCore, the unit of XLA:TPU's estimates; None for other chips.
+      cores: TensorCores that one device joins: 2 on v4 and v5p. A tpu7x shows its two as two devices.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Hardware:
     source: str
     hides: tuple[str, ...] = _ALL
     clock: float | None = None
+    cores: int = 1
 
 
 def _tpu(
@@ -64,6 +66,7 @@ def _tpu(
         source=f"docs.cloud.google.com/tpu/docs/{name.removeprefix('tpu') if name != 'tpu7x' else name}",
         hides=("all-gather", "collective-permute") if name in ("v4", "v5e") else _ALL,
         clock=ghz * 1e9,
+        cores=2 if name in ("v4", "v5p") else 1,
     )
 
 
