@@ -10,7 +10,8 @@ whose rotary positions are those of shardopt.
 Each side chooses from the same list, `CHOICES`: beginning with its defaults, one field after the other takes the fastest
 value whose program fits into the chip's memory. Every program that was tried is in results/beside_maxtext.json, as soon as
 it is there, with the commit that compiled it. Programs are read by `so.planning.step_seconds`: cycles as XLA estimates them,
-collectives over published links; memory is what the compiler planned. The texts are kept in FOLDER. `--read` reads those
+collectives over published links, and Pallas kernels by their flops at the chip's peak ("stated") or by their final schedules
+("scheduled"); memory is what the compiler planned. The texts are kept in FOLDER. `--read` reads those
 there again and compiles none. WORDS choose rows by parts of their names; without, those of the table are done.
 """
 
@@ -293,10 +294,17 @@ def read(text: str, mesh: dict[str, int], row: Row) -> dict[str, Any]:
     from shardopt.hlo import inner_product_flops
 
     sizes = {axis: size for axis, size in mesh.items() if size > 1}
-    step = so.planning.step_seconds(text, mesh=sizes, hardware=row.chip)
+    step = so.planning.step_seconds(text, mesh=sizes, hardware=row.chip, kernels="stated")
+    scheduled = so.planning.step_seconds(text, mesh=sizes, hardware=row.chip)
     audit = so.audit(text, mesh=sizes)
     return {
         "seconds": step.total,
+        "scheduled": scheduled.total,
+        "kernels": {
+            operation.name: [operation.calls, operation.basis, operation.seconds]
+            for operation in scheduled.operations
+            if operation.basis
+        },
         "compute": step.compute,
         "exposed": step.exposed,
         "hidden": step.hidden,
@@ -336,30 +344,37 @@ def compared(programs: dict[str, Any]) -> dict[str, Any]:
     ours, theirs = (programs.get(who, {}) for who in CONTENDERS)
     if "seconds" not in ours or "seconds" not in theirs:
         return {}
-    return {"ratio": ours["seconds"] / theirs["seconds"], "memory_ratio": peak(ours) / peak(theirs)}
+    ratios = {"ratio": ours["seconds"] / theirs["seconds"], "memory_ratio": peak(ours) / peak(theirs)}
+    if "scheduled" in ours and "scheduled" in theirs:
+        ratios["scheduled_ratio"] = ours["scheduled"] / theirs["scheduled"]
+    return ratios
 
 
 def table(results: dict[str, Any]) -> str:
-    """Return a line a row: milliseconds, GB and choice of each contender, and the claim."""
+    """Return a line a row: milliseconds by stated and by scheduled kernels, GB and choice of each contender, and the claim."""
     lines = [
         "| row | "
-        + " | ".join(f"{name}: ms (exposed), GB | choice" for name in CONTENDERS)
-        + " | step | memory | libtpu | commit |"
+        + " | ".join(f"{name}: ms (exposed), ms scheduled, GB | choice" for name in CONTENDERS)
+        + " | step | step, scheduled | memory | libtpu | commit |"
     ]
-    lines.append("|" + "---|" * (2 * len(CONTENDERS) + 5))
+    lines.append("|" + "---|" * (2 * len(CONTENDERS) + 6))
     for name, programs in results.items():
         cells = [name]
         for who in CONTENDERS:
             program = programs.get(who, {})
             if "seconds" in program:
-                cells.append(
-                    f"{program['seconds'] * 1e3:.0f} ({program['exposed'] * 1e3:.0f}), {peak(program) / 1e9:.1f}"
-                )
-                cells.append(str(Choice(**program["choice"])) if "choice" in program else OLD[who])
+                scheduled = f"{program['scheduled'] * 1e3:.0f}" if "scheduled" in program else "-"
+                stated = f"{program['seconds'] * 1e3:.0f} ({program['exposed'] * 1e3:.0f})"
+                cells.append(f"{stated}, {scheduled}, {peak(program) / 1e9:.1f}")
+                count = len(programs.get("tried", {}).get(who, {}))
+                best = f"{Choice(**program['choice'])}; best of {count}" if "choice" in program else OLD[who]
+                cells.append(best)
             else:
                 cells += [program.get("error", "")[:60], ""]
         ours = programs.get("shardopt", {})
-        ratios = [f"{programs[key]:.3f}" if key in programs else "" for key in ("ratio", "memory_ratio")]
+        ratios = [
+            f"{programs[key]:.3f}" if key in programs else "" for key in ("ratio", "scheduled_ratio", "memory_ratio")
+        ]
         lines.append("| " + " | ".join([*cells, *ratios, ours.get("libtpu", "0.0.52"), ours.get("commit", "")]) + " |")
     return "\n".join(lines)
 

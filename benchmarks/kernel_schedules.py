@@ -5,7 +5,8 @@
 Needs `pip install 'shardopt[tpu]'` or another libtpu. A process for each program compiles it with `LIBTPU_INIT_ARGS` that
 dump the schedules that libtpu generates machine code from (`--xla_jf_dump_llo_text`, label `final_bundles`). One program has
 shardopt's backward kernel, the others jax's splash kernels with blocks of 512, and of 1024 with the fused backward kernel.
-A row of 4096 tokens has 32 heads of 128, and 8 of keys and values. A core starts one bundle a cycle; stalls are not counted.
+A row of 4096 tokens has 32 heads of 128, and 8 of keys and values. A core starts one bundle a cycle. Stalls are not counted, but a
+kernel takes at least its flops at the core's peak.
 
 A kernel is a loop over grid steps. Its branches are in the file: what starts and ends a block of rows, and with jax what a
 visible tile computes. The kernel's entry in `KERNELS` says how often each branch is taken. A schedule with another number of
@@ -26,8 +27,13 @@ from common import write_json
 HEADS, GROUPS, LENGTH, WIDTH = 32, 8, 4096, 128
 TOPOLOGIES = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 FLAGS = "--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
-PROGRAMS = {"shardopt": ("splash_backward",), "jax512": ("fwd", "dq", "dkv"), "jax1024": ("fwd", "dkv")}
-"""Program -> words in the names of its kernels."""
+SEGMENTED = "_segmented"
+PROGRAMS = {"shardopt": ("splash_backward",)} | {
+    f"jax{block}{segments}": phases
+    for segments in ("", SEGMENTED)
+    for block, phases in ((512, ("fwd", "dq", "dkv")), (1024, ("fwd", "dkv")))
+}
+"""Program -> words in the names of its kernels. MaxText passes segments, also where a row has one."""
 ROW, GROUP, TILE = "row", "group", "tile"
 KERNELS = {
     "splash_backward": (ROW, GROUP, ROW, GROUP),
@@ -132,13 +138,17 @@ def compile_program(program: str, topology: str) -> None:
         queries = Queries(query, d_out, logsumexp, logsumexp, marks)
         return gradients(queries, Keys(key, value, marks), Rule(True, None), dtype=query.dtype)
 
-    def theirs(query, key, value, d_out, _):
-        block = int(program.removeprefix("jax"))
+    def theirs(query, key, value, d_out, logsumexp):
+        block = _block(program)
         fused = block == 1024
         sides = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", *(() if fused else ("q_dq", "kv_dq")))
         sizes = splash.BlockSizes(**{f"block_{side}": block for side in sides}, use_fused_bwd_kernel=fused)
         mask = splash.MultiHeadMask([splash.CausalMask((LENGTH, LENGTH))] * HEADS)
         kernel = splash.make_splash_mha(mask, head_shards=1, q_seq_shards=1, block_sizes=sizes)
+        if program.endswith(SEGMENTED):
+            rows = logsumexp[:, 0].astype(jnp.int32)  # any input, which the compiler does not know
+            ids = splash.SegmentIds(rows, rows)
+            return jax.vjp(lambda *operands: jax.vmap(kernel)(*operands, ids), query, key, value)[1](d_out)
         return jax.vjp(jax.vmap(kernel), query, key, value)[1](d_out)
 
     split = PartitionSpec("data")
@@ -170,11 +180,45 @@ def schedules(chip: str, program: str, folder: Path) -> dict[str, dict[str, floa
             if re.search(rf"-(splash_mha_{word}_|(transpose_jvp_)?{word}[_.])", path.name)
             and "schedule-analysis" not in path.name
         ]
-        block = int(program.removeprefix("jax") if program.startswith("jax") else 512)
-        counts[word if program == "shardopt" else f"{word} {block}"] = counts_of(
-            path.read_text(), word, block
-        )._asdict()
+        segments = SEGMENTED if program.endswith(SEGMENTED) else ""
+        name = word if program == "shardopt" else f"{word}{segments} {_block(program)}"
+        counts[name] = counts_of(path.read_text(), word, _block(program))._asdict()
     return counts
+
+
+def _block(program: str) -> int:
+    return int(program.removeprefix("jax").removesuffix(SEGMENTED)) if program != "shardopt" else 512
+
+
+def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
+    """Return a line for each kernel: its counts, and milliseconds of a row by its schedule and by its flops at peak."""
+    from shardopt.planning import HARDWARE
+    from shardopt.planning import _attention_kernels as kernels
+
+    lines = [
+        "| chip | kernel | blocks | bundles: step, more in a tile, in a row of blocks | cores | ms, scheduled | ms, stated |"
+    ]
+    lines.append("|---|---|---:|---|---:|---:|---:|")
+    for chip, counts in results.items():
+        for name, bundles in counts.items():
+            word, _, size = name.partition(" ")
+            phase, block = word.removesuffix(SEGMENTED), int(size or 512)
+            phase = "fused" if (phase, block) == ("dkv", 1024) else phase
+            kernel = phase + word[len(word.removesuffix(SEGMENTED)) :]
+            parallel = {"splash_backward": GROUPS, "fwd": HEADS}.get(phase, 1)
+            call = kernels.KernelCall(kernel, block, HEADS, LENGTH, WIDTH, parallel)
+            share, hardware = kernels.shared_by_cores(HARDWARE[chip].cores, parallel), HARDWARE[chip]
+            products = kernels.KERNELS["fused" if phase == "splash_backward" else phase]
+            flops = kernels.splash_flops(*products, heads=HEADS, length=LENGTH, keys=WIDTH, values=WIDTH, block=block)
+            stated = flops / hardware.flops
+            bundles_seconds = share * (kernels.scheduled_cycles(chip, call) or 0) / hardware.clock
+            scheduled = max(bundles_seconds, share * hardware.cores * stated)
+            owner = "shardopt, backward" if kernel == "splash_backward" else f"jax, {kernel.replace('_', ', ')}"
+            numbers = f"{bundles['step']:,.0f}, {bundles['tile']:,.0f}, {bundles['row']:,.0f}"
+            used = f"{round(1 / share)} of {hardware.cores}"
+            times = f"{scheduled * 1e3:.2f} | {stated * 1e3:.2f}"
+            lines.append(f"| {chip} | {owner} | {block} | {numbers} | {used} | {times} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -189,8 +233,8 @@ def main() -> None:
     for chip in TOPOLOGIES:
         for program in PROGRAMS:
             results.setdefault(chip, {}).update(schedules(chip, program, options.dumps / f"{chip}_{program}"))
-            print(chip, program, results[chip], flush=True)
     write_json(__file__, results)
+    print(table(results))
 
 
 if __name__ == "__main__":

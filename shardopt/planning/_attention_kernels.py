@@ -7,17 +7,19 @@ from typing import NamedTuple
 from shardopt.hlo._hlo_text import Instruction, arrays
 from shardopt.nn._flash import TILE
 
-KERNELS = {"fwd": (1, 1), "_dq": (2, 1), "fused": (3, 2), "_dkv": (2, 2)}
-"""Part of a kernel's name to the number of products per tile: (with the width of keys, with the width of values)."""
+KERNELS = {"fwd": (1, 1), "dq": (2, 1), "fused": (3, 2), "dkv": (2, 2)}
+"""Kernel to the number of products per tile: (with the width of keys, with the width of values)."""
 FORWARD = KERNELS["fwd"]
 BACKWARD = KERNELS["fused"]
 """The kernel of `shardopt.nn._splash_backward`; each of jax's two kernels computes scores and their gradients again."""
 
 
-def splash_flops(key_products: int, value_products: int, *, heads: int, length: int, keys: int, values: int) -> float:
+def splash_flops(
+    key_products: int, value_products: int, *, heads: int, length: int, keys: int, values: int, block: int = TILE
+) -> float:
     """Return the flops of a kernel for one row.
 
-    A row has n tiles of 512 positions. The kernel computes n (n + 1) / 2 of the n^2 tiles of scores.
+    A row has n blocks of positions. The kernel computes n (n + 1) / 2 of the n^2 tiles of scores.
 
     Args:
       key_products: number of products with the width of keys: scores, and gradients of queries and keys.
@@ -26,12 +28,13 @@ def splash_flops(key_products: int, value_products: int, *, heads: int, length: 
       length: T, positions.
       keys: width of a head of queries and keys.
       values: width of a head of values.
+      block: positions of a block.
 
     Example:
       >>> splash_flops(*FORWARD, heads=1, length=512, keys=192, values=128) == 2 * 512**2 * (192 + 128)
       True
     """
-    tiles = max(length // TILE, 1)
+    tiles = max(length // block, 1)
     return 2.0 * (key_products * keys + value_products * values) * heads * length**2 * (tiles + 1) / (2 * tiles)
 
 
@@ -39,7 +42,7 @@ class KernelCall(NamedTuple):
     """A call of an attention kernel on one row or more.
 
     Attributes:
-      kernel: "fwd", "dq", "dkv" or "fused" of jax, or "splash_backward" of shardopt.
+      kernel: "fwd", "dq", "dkv" or "fused" of jax, also with "_segmented", or "splash_backward" of shardopt.
       block: positions of a block of queries, and of keys.
       rows: rows and heads, B x H.
       length: T, positions.
@@ -71,12 +74,22 @@ SCHEDULED = {
     ("v5p", "dkv", 512, 128): Bundles(347, 1832, 51.25),
     ("v5p", "fwd", 1024, 128): Bundles(312, 4846, 995),
     ("v5p", "fused", 1024, 128): Bundles(514, 9138, 99.25),
+    ("v5p", "fwd_segmented", 512, 128): Bundles(398, 1183, 507),
+    ("v5p", "dq_segmented", 512, 128): Bundles(264, 1496, 109),
+    ("v5p", "dkv_segmented", 512, 128): Bundles(366, 1907, 51.25),
+    ("v5p", "fwd_segmented", 1024, 128): Bundles(386, 4933, 995),
+    ("v5p", "fused_segmented", 1024, 128): Bundles(528, 9174, 99.25),
     ("v6e", "splash_backward", 512, 128): Bundles(2065, 0, 86),
     ("v6e", "fwd", 512, 128): Bundles(244, 911, 252),
     ("v6e", "dq", 512, 128): Bundles(103, 1008, 68),
     ("v6e", "dkv", 512, 128): Bundles(148, 1274, 31.25),
     ("v6e", "fwd", 1024, 128): Bundles(251, 3481, 476),
     ("v6e", "fused", 1024, 128): Bundles(238, 5713, 59.5),
+    ("v6e", "fwd_segmented", 512, 128): Bundles(243, 992, 252),
+    ("v6e", "dq_segmented", 512, 128): Bundles(114, 1171, 68),
+    ("v6e", "dkv_segmented", 512, 128): Bundles(155, 1446, 31.25),
+    ("v6e", "fwd_segmented", 1024, 128): Bundles(256, 4752, 476),
+    ("v6e", "fused_segmented", 1024, 128): Bundles(246, 6046, 59.5),
 }
 """(chip, kernel, block, width of a head) -> bundles, by libtpu 0.0.52 (`benchmarks/results/kernel_schedules.json`)."""
 
@@ -111,7 +124,7 @@ def shared_by_cores(cores: int, parallel: int) -> float:
 
 
 def kernel_call(line: Instruction, inputs: list[str]) -> KernelCall | None:
-    """Return the call of a causal attention kernel on whole rows without segments; None for other kernels.
+    """Return the call of a causal attention kernel on whole rows; None for other kernels, and with segments in shardopt's.
 
     Args:
       line: the instruction. jax writes the sizes of blocks into its attributes.
@@ -124,18 +137,22 @@ def kernel_call(line: Instruction, inputs: list[str]) -> KernelCall | None:
         blocks = T // TILE
         causal = _dims(inputs[0]) == [blocks * (blocks + 1) // 2]
         return KernelCall("splash_backward", TILE, B * H, T, K, B * G) if causal else None
-    match = re.search(r"splash_mha_(fwd|dq|dkv)_(no_)?residuals", line.name)
+    match = re.search(r"splash_mha_(fwd|dq|dkv)(_segmented)?_(no_)?residuals", line.name)
     if match is None or not floats:
         return None
     kernel, (*leading, heads, T, K) = match[1], floats[0]
     B = math.prod(leading)
-    size = re.search(rf'block_q{"" if kernel == "fwd" else "_" + kernel}\\*": (\d+)', line.rest)
-    block = int(size[1]) if size else TILE
+    kernel, block = _jax_kernel(kernel, line)
     if not any(_dims(shape)[-2:] == [T // block] * 2 for shape in inputs if shape.startswith(("s8", "s32"))):
         return None
-    if kernel == "dkv" and re.search(r'use_fused_bwd_kernel\\*": true', line.rest):
-        kernel = "fused"
-    return KernelCall(kernel, block, B * heads, T, K, B * heads if kernel == "fwd" else B)
+    return KernelCall(kernel + (match[2] or ""), block, B * heads, T, K, B * heads if kernel == "fwd" else B)
+
+
+def _jax_kernel(phase: str, line: Instruction) -> tuple[str, int]:
+    """Return which kernel of jax runs in a phase, and its block of queries, from what jax writes on the instruction."""
+    size = re.search(rf'block_q{"" if phase == "fwd" else "_" + phase}\\*": (\d+)', line.rest)
+    fused = phase == "dkv" and re.search(r'use_fused_bwd_kernel\\*": true', line.rest)
+    return "fused" if fused else phase, int(size[1]) if size else TILE
 
 
 _OPERANDS = 8
@@ -153,9 +170,10 @@ def kernel_flops(line: Instruction, inputs: list[str]) -> float:
         return 0.0
     *heads, length, width = max(sizes, key=math.prod)
     value_width = sizes[2][-1] if len(sizes) > 2 else width  # queries, keys and values come first
-    products = next((count for word, count in KERNELS.items() if word in line.name), (2, 2))
+    phase = next((phase for phase in ("fwd", "dq", "dkv") if f"_{phase}" in line.name), "dkv")
+    kernel, block = _jax_kernel(phase, line)
     widths = {"keys": width, "values": min(value_width, width)}
-    return splash_flops(*products, heads=math.prod(heads), length=length, **widths)
+    return splash_flops(*KERNELS[kernel], heads=math.prod(heads), length=length, block=block, **widths)
 
 
 _FLOATS = ("bf16", "f16", "f32")

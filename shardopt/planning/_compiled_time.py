@@ -136,7 +136,7 @@ def step_seconds(
       schedule: the schedule of a pipeline, such as `opt.config.schedule`. A pass is a branch, and counts in the ticks
         when at least one stage runs it. Without `schedule` it counts in every tick.
       kernels: "scheduled" takes the final schedule of the attention kernels whose schedule is known. "stated" takes the
-        flops of all kernels.
+        flops of all kernels at the chip's peak, with all cores at work.
 
     Returns:
       A `StepSeconds`: `.total`, `.compute`, `.exposed`, `.hidden`, `.operations`, `.to_json()`; `print` shows it. On
@@ -163,7 +163,8 @@ def step_seconds(
       - The TensorCore waits for a synchronous collective. An asynchronous one, also on the SparseCore, overlaps with
         computation, and its `done` waits for it. Transfers over the same mesh axis run one after another.
       - XLA estimates no Pallas kernels. Splash attention takes the VLIW bundles of its final schedule, one a cycle, in
-        blocks and heads whose schedule is known (`benchmarks/kernel_schedules.py`). Other kernels take their stated flops
+        blocks and heads whose schedule is known (`benchmarks/kernel_schedules.py`), but at least its flops at the chip's
+        peak. Other kernels take their stated flops
         at the chip's peak, splash attention those of a causal mask, or their bytes. `Operation.basis` says which.
       - A device of v4 or v5p has two TensorCores. They share a kernel's rows and heads as far as it lets them.
       - Not counted: the latency of collectives, copies between HBM and the cores' own memory, missing wrap-around

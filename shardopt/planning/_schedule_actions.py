@@ -219,12 +219,16 @@ class Reader:
     def _kernel(self, line: Instruction, inputs: list[str]) -> Compute:
         """Return the computation of a Pallas kernel by its final schedule, by its flops at the chip's peak, or by bytes."""
         call = kernel_call(line, inputs)
-        # a kernel whose work cannot be divided among the cores of a device leaves all but one idle
-        share = shared_by_cores(self.chip.cores, call.parallel) if call else 1 / self.chip.cores
-        if call and self.kernels == "scheduled" and (cycles := scheduled_cycles(self.chip.name, call)):
-            return Compute(line, share * cycles / self.clock, "scheduled")
-        if flops := kernel_flops(line, inputs):
-            return Compute(line, share * self.chip.cores * flops / self.chip.flops, "stated")
+        flops_seconds = kernel_flops(line, inputs) / self.chip.flops
+        if call and self.kernels == "scheduled":
+            # a kernel whose work cannot be divided among the cores of a device leaves all but one idle
+            share = shared_by_cores(self.chip.cores, call.parallel)
+            flops_seconds *= share * self.chip.cores
+            if cycles := scheduled_cycles(self.chip.name, call):
+                # the bundles do not contain the stalls of a matrix unit that is asked for more than its peak
+                return Compute(line, max(share * cycles / self.clock, flops_seconds), "scheduled")
+        if flops_seconds:
+            return Compute(line, flops_seconds, "stated")
         self.assumed[f"kernel {_stem(line)} without an estimate, counted by its bytes"] += 1
         moved = nbytes(line.shape) + sum(map(nbytes, inputs))
         return Compute(line, moved / self.chip.memory_bandwidth, "bytes")
