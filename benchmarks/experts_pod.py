@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from beside_maxtext import Row as MaxTextRow
-from beside_maxtext import commit, compile_maxtext, peak
+from beside_maxtext import commit, compile_maxtext, peak, read
 from common import write_json
 
 RESULTS = Path(__file__).parent / "results" / "experts_pod.json"
@@ -64,7 +64,7 @@ def shape_of(row: Row):
     """Return the sizes, as the planner has them."""
     from shardopt.planning import find_model
 
-    return dataclasses.replace(find_model("experts_pod", row.model), length=LENGTH)
+    return dataclasses.replace(find_model(row.model), length=LENGTH)
 
 
 def config_of(row: Row):
@@ -241,7 +241,8 @@ def main() -> None:
             found["shardopt"] = compile_row(row) | {"commit": commit()}
         if options.maxtext and "mixtral" in row.name and ("maxtext" not in found or options.anew):
             more = [f"ici_expert_parallelism={row.expert}", "allow_split_physical_axes=true"] if row.expert > 1 else []
-            found["maxtext"] = compile_maxtext(row.beside, options.maxtext, more=more)
+            facts, text = compile_maxtext(row.beside, options.maxtext, more=more)
+            found["maxtext"] = facts | (read(text, facts["mesh"], row.beside) if text else {})
         found["shardopt"] |= compared(row, found["shardopt"])
         results[row.name] = found
         results = {one.name: results[one.name] for one in TABLE if one.name in results}
