@@ -351,6 +351,16 @@ def test_known_attention_kernels_take_their_final_schedule():
     assert milliseconds(forward_kernel(1024), "v5p") == ("scheduled", forward / 2 / 1.75e6)
 
 
+def test_the_fused_backward_kernel_of_jax_shares_rows_among_cores():
+    query, key, table = "bf16[4,32,4096,128]", "bf16[4,8,4096,128]", "s8[1,4,4]"
+    metadata = ', frontend_attributes={kernel_metadata={\n"xprof_metadata":"{\\"block_q_dkv\\": 1024}"\n}}, metadata={op_name="x"}'
+    results = f"(bf16[4,4,32,4096,128], {key}, {key})"
+    lines = attention("splash_mha_dkv_segmented_no_residuals", results, [table, table, query, key, key], metadata)
+    products = 4 * 32 * 10 * 5 * 2 * 1024**2 * 128  # five in each of ten visible tiles, at the peak of both cores
+    assert milliseconds(lines, "v5p") == ("scheduled", products / 459e9)
+    assert milliseconds(lines, "v6e") == ("scheduled", 4 * 32 * (16 * 246 + 10 * 6046 + 4 * 59.5) / 1.75e6)
+
+
 def test_one_group_of_heads_uses_one_of_two_cores():
     shared, alone = (milliseconds(backward_kernel(groups=groups), "v5p") for groups in (8, 1))
     assert (alone[0], alone[1].expected) == ("scheduled", pytest.approx(2 * shared[1].expected))
