@@ -193,7 +193,9 @@ def fit(
     _check_rounds(opt, num_steps, evaluate, scheduled_every, early_stopping)
 
     check_profile(profile)
-    spikes = spikes_of(opt, on_nonfinite, on_spike, checkpoints)
+    abstract_state = opt.abstract_state(state.shapes()) if isinstance(state, DeferredInit) else state
+    spikes = spikes_of(opt, abstract_state.opt_state, on_nonfinite, on_spike, checkpoints)
+    del abstract_state  # a step donates the state
 
     run = _Run(opt, num_steps, evaluate, evaluate_every, early_stopping, checkpoints, log_every, agree_every, spikes)
     with ExitStack() as cleanup:

@@ -2,17 +2,19 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
+import optax
 
 from shardopt.checkpoint._checkpoints import Checkpoints
 from shardopt.checkpoint._tree import Json
-from shardopt.config._transformation import functions_within
 from shardopt.core._errors import format_error
+from shardopt.core._types import PyTree
 from shardopt.step._optimizer import ShardedOptimizer
-from shardopt.transforms._skip_anomalies import SMALLEST_DEVIATION
+from shardopt.training._tolerance import states_of
+from shardopt.transforms._skip_anomalies import SMALLEST_DEVIATION, SkipAnomaliesState
 
 WINDOW, DEVIATIONS = 128, 6.0
 """The defaults of `skip_anomalies`."""
@@ -85,9 +87,13 @@ class Spikes:
 
 
 def spikes_of(
-    opt: ShardedOptimizer, on_nonfinite: str, on_spike: str | None, checkpoints: Checkpoints | None
+    opt: ShardedOptimizer,
+    opt_state: PyTree,
+    on_nonfinite: str,
+    on_spike: str | None,
+    checkpoints: Checkpoints | None,
 ) -> Spikes | None:
-    """Check these arguments of `fit`; return the search for spikes, or None if the run never goes back.
+    """Check the last three arguments, which are those of `fit`; return the search for spikes, or None if the run never goes back.
 
     Raises:
       ValueError: if an argument has another value, or the optimizer or the checkpoints cannot do what it asks for.
@@ -98,22 +104,17 @@ def spikes_of(
         problem = f"on_spike must be None, 'skip' or 'rollback', got {on_spike!r:.80}."
         raise ValueError(format_error("fit", problem))
     wrap = "wrap the optimizer: so.transforms.skip_anomalies(tx)"
-    if on_spike == "skip" and not _is_wrapped(opt, "skip_anomalies"):
+    skips_spikes = bool(states_of(SkipAnomaliesState, opt_state))
+    if on_spike == "skip" and not skips_spikes:
         problem = "on_spike='skip' needs an optimizer that skips spikes, before they change its state."
         raise ValueError(format_error("fit", problem, fix=f"{wrap}, or use on_spike='rollback'."))
     if on_spike == "rollback" and (checkpoints is None or opt.config.local_updates is not None):
         problem = "on_spike='rollback' needs checkpoints to go back to, and the same loss on all processes."
         fix = f"pass checkpoints=so.Checkpoints(...) and a synchronous strategy, or {wrap}."
         raise ValueError(format_error("fit", problem, fix=fix))
-    skips = _is_wrapped(opt, "skip_anomalies") or _is_wrapped(opt, "apply_if_finite")
+    skips = skips_spikes or bool(states_of(optax.ApplyIfFiniteState, opt_state))
     if on_nonfinite == "skip" and not skips and on_spike != "rollback":
         problem = "on_nonfinite='skip' needs an optimizer that skips steps which are not finite."
         fix = f"{wrap}, or optax.apply_if_finite(tx, n), or use on_spike='rollback' too."
         raise ValueError(format_error("fit", problem, fix=fix))
     return Spikes(includes_nonfinite=on_nonfinite == "skip") if on_spike == "rollback" else None
-
-
-def _is_wrapped(opt: ShardedOptimizer, name: str) -> bool:
-    """Return whether a function of this transformation is in the optimizer."""
-    functions: list[Callable[..., object]] = [*functions_within(opt.wrapped)]
-    return any(function.__qualname__.startswith(f"{name}.") for function in functions)
