@@ -3,6 +3,7 @@
 Suffixes: B sequences, T positions, D width, H heads.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -17,7 +18,8 @@ class Latent(NamedTuple):
     """Sizes of latent attention; DeepSeek-V3 has (1536, 512, 128, 64, 128).
 
     Attributes:
-      query: width of the vectors from which queries are computed, `q_lora_rank` of its configuration.
+      query: width of the vectors from which queries are computed, `q_lora_rank` of its configuration; 0 computes queries
+        from the residual stream.
       key: width of the vectors from which keys and values are computed, `kv_lora_rank`.
       nope: dims of a head that do not rotate, `qk_nope_head_dim`.
       rope: dims of a head that rotate, `qk_rope_head_dim`; even. All heads share the keys of these dims.
@@ -32,10 +34,9 @@ class Latent(NamedTuple):
 
     def shapes(self, dim: int, num_heads: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the weights of a block of width `dim`; weights with one dim are norms."""
-        return {
-            "q_down": (dim, self.query),
-            "q_norm": (self.query,),
-            "q": (self.query, num_heads, self.nope + self.rope),
+        narrow_query = {"q_down": (dim, self.query), "q_norm": (self.query,)} if self.query else {}
+        return narrow_query | {
+            "q": (self.query or dim, num_heads, self.nope + self.rope),
             "kv_down": (dim, self.key + self.rope),
             "kv_norm": (self.key,),
             "kv": (self.key, num_heads, self.nope + self.value),
@@ -76,14 +77,27 @@ def latent_attention(
       DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1, equations 9 to 19; "DeepSeek-V3", 2024, section 2.1.1.
     """
     token_positions = places(x.shape[1], positions, order)
-    narrow = rms_norm(jnp.einsum("btd,dq->btq", x, weights["q_down"]), weights["q_norm"], epsilon)
+    rotate_keys = lambda x: rotate(x, token_positions, rope_base)  # noqa: E731
+    qkv = checkpoint_name(latent_qkv(weights, x, latent, rotate_keys, epsilon), "qkv")
+    mixed = nn.attention(*qkv, segment_ids=segment_ids, positions=order)
+    return checkpoint_name(jnp.einsum("bthk,hkd->btd", mixed, weights["out"]), "attention_out")
+
+
+def latent_qkv(
+    weights: dict[str, Array],
+    x: Float[Array, "B T D"],
+    latent: Latent,
+    rotate_dims: Callable[[Array], Array],
+    epsilon: float = 1e-6,
+) -> tuple[Array, Array, Array]:
+    """Return queries and keys [B, T, H, nope + rope] and values [B, T, H, value]; `rotate_dims` rotates [B, T, ?, rope]."""
+    narrow = x
+    if latent.query:
+        narrow = rms_norm(jnp.einsum("btd,dq->btq", x, weights["q_down"]), weights["q_norm"], epsilon)
     query, rotary_query = jnp.split(jnp.einsum("btq,qhk->bthk", narrow, weights["q"]), [latent.nope], axis=-1)
-    query = jnp.concatenate([query, rotate(rotary_query, token_positions, rope_base)], axis=-1)
+    query = jnp.concatenate([query, rotate_dims(rotary_query)], axis=-1)
     narrow, rotary_key = jnp.split(jnp.einsum("btd,dk->btk", x, weights["kv_down"]), [latent.key], axis=-1)
     narrow = rms_norm(narrow, weights["kv_norm"], epsilon)
     key, value = jnp.split(jnp.einsum("btr,rhk->bthk", narrow, weights["kv"]), [latent.nope], axis=-1)
-    rotary_key = rotate(rotary_key[:, :, None], token_positions, rope_base)
-    key = jnp.concatenate([key, jnp.broadcast_to(rotary_key, (*key.shape[:3], latent.rope))], axis=-1)
-    qkv = checkpoint_name((query, key, value), "qkv")
-    mixed = nn.attention(*qkv, segment_ids=segment_ids, positions=order)
-    return checkpoint_name(jnp.einsum("bthk,hkd->btd", mixed, weights["out"]), "attention_out")
+    rotary_key = rotate_dims(rotary_key[:, :, None])
+    return query, jnp.concatenate([key, jnp.broadcast_to(rotary_key, (*key.shape[:3], latent.rope))], axis=-1), value

@@ -26,7 +26,7 @@ from shardopt import (
     training,
     transforms,
 )
-from shardopt.models import gpt, moe
+from shardopt.models import decoder, gpt, moe
 
 ROOMS = {
     "": (shardopt, shardopt.__all__),
@@ -36,6 +36,7 @@ ROOMS = {
     "hlo.": (hlo, hlo.__all__),
     "interop.": (interop, interop.__all__),
     "models.": (models, models.__all__),
+    "models.decoder.": (decoder, decoder.__all__),
     "models.gpt.": (gpt, ["GPTConfig", "init", "logits_of", "matrices", "model", "num_parameters", "rules"]),
     "models.moe.": (
         moe,
