@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def run_without_extras(words: Sequence[str]) -> int:
 
 @calling("verify")
 def verify(options: VerifyOptions) -> int:
-    """Run the rows, print a line for each, write the JSON, and return the exit code."""
+    """Run the rows, print a line for each that began, write the JSON, and return the exit code."""
     if not options.minutes > 0:
         problem = f"--minutes must be positive, got {options.minutes:g}."
         raise ValueError(error_text(problem))
@@ -84,9 +85,15 @@ def verify(options: VerifyOptions) -> int:
             show_current(f"{row.group}: {row.name}")
 
         def end_row(result: Result) -> None:
-            show(_line(result.status, result.group, result.name, result.detail), _COLOURS.get(result.status, "yellow"))
+            if result.status != "out of time":
+                line = _line(result.status, result.group, result.name, result.detail)
+                show(line, _COLOURS.get(result.status, "yellow"))
 
         report = run_rows(rows, devices, seconds=60 * options.minutes, begin_row=begin_row, end_row=end_row)
+        if late := Counter(result.group for result in report.results if result.status == "out of time"):
+            groups = ", ".join(f"{count} {group}" for group, count in late.items())
+            remedy = "raise --minutes; the JSON lists them as not_run"
+            show(_line("out of time", plural(late.total(), "row"), groups, remedy), "yellow")
         counts = ", ".join(f"{count} {status}" for status, count in report.counts.items())
         show(f"{counts}; {report.seconds:.0f} s; exit code {report.exit_code}; {options.output}", "bold")
     if jax.process_index() == 0:

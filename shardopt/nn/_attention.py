@@ -8,6 +8,7 @@ Suffixes: B sequences, T queries, S keys, H heads of queries, G heads of keys an
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import jax
@@ -149,7 +150,7 @@ def attention(
         problem = "sinks work on whole rows in natural order, without a context axis or positions."
         raise ValueError(format_error("attention", problem, fix="take context=1, and rows in natural order."))
     if context_axes:
-        run_attention = functools.partial(_attention_over_context, context_axes, rule, implementation, method)
+        run_attention = _AttentionOverContext(context_axes, rule, implementation, method)
     elif positions is not None:
         run_attention = functools.partial(ring_attention, ring_of((), 1, query.shape[1], rule, natural=False))
     elif kernel == "xla":
@@ -161,66 +162,70 @@ def attention(
     return _on_each_device(run_attention, query, key, value, marks)
 
 
-def _attention_over_context(
-    axes: tuple[str, ...],
-    rule: Rule,
-    implementation: Implementation | None,
-    method: Method | None,
-    query: Float[Array, "B T H K"],
-    key: Float[Array, "B T G K"],
-    value: Float[Array, "B T G K"],
-    marks: Marks,
-) -> Float[Array, "B T H K"]:
-    """Run a method in a region that is manual over every axis: arrays are the shards of one device."""
-    size = math.prod(mesh_under_trace().shape[axis] for axis in axes)
-    natural = marks.positions is None
-    make_ring = functools.partial(_ring_of, axes, size, rule, implementation, natural=natural)
-    hops = ring_of(axes, size, query.shape[1], rule, natural=natural).hops
-    heads = {"heads": query.shape[2], "kv_heads": key.shape[2], "itemsize": query.dtype.itemsize}
-    chosen_method = method or choose_method(
-        size * query.shape[1], size, hops, **heads, kernel=implementation not in (None, "xla")
-    )
-    if chosen_method == "all_gather":
-        problem = "works on whole rows or the blocks of a ring, not by method='all_gather'"
-        _refuse_kernel(implementation, "splash", "cudnn", problem=problem, fix="use method='all_to_all' or 'ring'")
-        return gathered_attention(axes, rule, query, key, value, marks)
-    if chosen_method == "ring":
-        return ring_attention(make_ring(query), query, key, value, marks)
-    degree = math.gcd(size, key.shape[2])
-    if degree == 1:
-        problem = (
-            f"{key.shape[2]} heads of keys and values on each device cannot be exchanged among {size} context devices."
-        )
-        fix = "use method='ring', repeat the heads of keys and values, or take another size of context or tensor."
-        raise ValueError(format_error("attention", problem, fix=fix))
-    kernel = implementation or _default_implementation(query, size * query.shape[1])
-    if natural and degree == size and kernel != "xla":
-        run_attention = _kernel(kernel, rule)
-    else:
-        run_attention = lambda q, k, v, marks: ring_attention(make_ring(q, stride=degree), q, k, v, marks)  # noqa: E731
-    return exchanged_attention(axes, size, degree, query, key, value, marks, run_attention)
+@dataclass(frozen=True)
+class _AttentionOverContext:
+    """Attention over a context axis, in a region that is manual over every axis: arrays are the shards of one device.
 
+    Attributes:
+      axes: names of the context axis.
+      rule: which positions see which.
+      implementation: the kernel that the user asks for; None to choose by device.
+      method: the method that the user asks for; None to choose.
+    """
 
-def _ring_of(
-    axes: tuple[str, ...],
-    size: int,
-    rule: Rule,
-    implementation: Implementation | None,
-    query: Array,
-    *,
-    natural: bool,
-    stride: int = 1,
-) -> Ring:
-    """Return the ring; it uses splash for its blocks if splash is asked for or is the default, and can be used."""
-    length = query.shape[1]
-    _refuse_kernel(implementation, "cudnn", problem="works on whole rows, not in hops", fix="use method='all_to_all'")
-    splash_fits = natural and rule.window is None and length % LANES == 0
-    if not splash_fits:
-        problem = f"takes blocks of a multiple of {LANES} positions without a window, got {length} positions"
-        problem, fix = f"{problem} and window={rule.window}", "use method='all_to_all' where context divides the heads"
-        _refuse_kernel(implementation, "splash", problem=problem, fix=fix)
-    splash = splash_fits and (implementation or _default_implementation(query)) == "splash"
-    return ring_of(axes, size, length, rule, natural=natural, stride=stride, splash=splash)
+    axes: tuple[str, ...]
+    rule: Rule
+    implementation: Implementation | None
+    method: Method | None
+
+    def __call__(
+        self,
+        query: Float[Array, "B T H K"],
+        key: Float[Array, "B T G K"],
+        value: Float[Array, "B T G K"],
+        marks: Marks,
+    ) -> Float[Array, "B T H K"]:
+        size, natural = jax.lax.axis_size(self.axes), marks.positions is None
+        method = self.method or self._default_method(query, key, natural)
+        if method == "all_gather":
+            problem = "works on whole rows or the blocks of a ring, not by method='all_gather'"
+            _refuse_kernel(
+                self.implementation, "splash", "cudnn", problem=problem, fix="use method='all_to_all' or 'ring'"
+            )
+            return gathered_attention(self.axes, self.rule, query, key, value, marks)
+        if method == "ring":
+            return ring_attention(self._ring(query, natural), query, key, value, marks)
+        degree = math.gcd(size, key.shape[2])
+        if degree == 1:
+            problem = f"{key.shape[2]} heads of keys and values on each device cannot be exchanged among {size} context devices."
+            fix = "use method='ring', repeat the heads of keys and values, or take another size of context or tensor."
+            raise ValueError(format_error("attention", problem, fix=fix))
+        kernel = self.implementation or _default_implementation(query, size * query.shape[1])
+        if natural and degree == size and kernel != "xla":
+            run_attention = _kernel(kernel, self.rule)
+        else:
+            run_attention = lambda q, k, v, marks: ring_attention(self._ring(q, natural, degree), q, k, v, marks)  # noqa: E731
+        return exchanged_attention(self.axes, degree, query, key, value, marks, run_attention)
+
+    def _default_method(self, query: Array, key: Array, natural: bool) -> Method:
+        size, length = jax.lax.axis_size(self.axes), query.shape[1]
+        hops = ring_of(self.axes, size, length, self.rule, natural=natural).hops
+        heads = {"heads": query.shape[2], "kv_heads": key.shape[2], "itemsize": query.dtype.itemsize}
+        return choose_method(size * length, size, hops, **heads, kernel=self.implementation not in (None, "xla"))
+
+    def _ring(self, query: Array, natural: bool, stride: int = 1) -> Ring:
+        """Return the ring; it uses splash for its blocks if splash is asked for or is the default, and can be used."""
+        length, rule = query.shape[1], self.rule
+        fix = "use method='all_to_all'"
+        _refuse_kernel(self.implementation, "cudnn", problem="works on whole rows, not in hops", fix=fix)
+        splash_fits = natural and rule.window is None and length % LANES == 0
+        if not splash_fits:
+            problem = f"takes blocks of a multiple of {LANES} positions without a window, got {length} positions"
+            problem, fix = f"{problem} and window={rule.window}", f"{fix} where context divides the heads"
+            _refuse_kernel(self.implementation, "splash", problem=problem, fix=fix)
+        splash = splash_fits and (self.implementation or _default_implementation(query)) == "splash"
+        size = jax.lax.axis_size(self.axes)
+        return ring_of(self.axes, size, length, rule, natural=natural, stride=stride, splash=splash)
 
 
 def choose_method(

@@ -9,7 +9,19 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from shardopt.collectives._shards import psum_scatter
-from shardopt.nn._flash import Marks, Rule, absorb, delta_of, empty_state, finish, gradients, heads_first, heads_last
+from shardopt.nn._flash import (
+    Keys,
+    Marks,
+    Queries,
+    Rule,
+    absorb,
+    delta_of,
+    empty_state,
+    finish,
+    gradients,
+    heads_first,
+    heads_last,
+)
 
 Axes = tuple[str, ...]
 Attention = Callable[[Array, Array, Array, Marks], Array]
@@ -17,7 +29,6 @@ Attention = Callable[[Array, Array, Array, Marks], Array]
 
 def exchanged_attention(
     axes: Axes,
-    size: int,
     degree: int,
     query: Float[Array, "B T H K"],
     key: Float[Array, "B T G K"],
@@ -29,15 +40,14 @@ def exchanged_attention(
 
     Args:
       axes: names of the context axis.
-      size: devices on it.
-      degree: a divisor of `size` and of G: device i has outer index i // degree, inner index i % degree.
+      degree: a divisor of the size of the axis and of G: device i has outer index i // degree, inner index i % degree.
       query: [B, T, H, K], T positions of this device.
       key: [B, T, G, K].
       value: [B, T, G, K].
       marks: the marks of these positions.
       run: attention of [B, degree T, H / degree, K] and so on; it includes the ring across groups, if there are several.
     """
-    groups = None
+    size, groups = lax.axis_size(axes), None
     if degree < size:
         groups = [list(range(first, first + degree)) for first in range(0, size, degree)]
     to_heads = functools.partial(
@@ -80,8 +90,8 @@ def _backward(axes: Axes, rule: Rule, residuals: tuple, d_out: Array) -> tuple[A
     # otherwise XLA stores the keys and values that the forward pass gathered
     key, value, d_out = lax.optimization_barrier((key, value, d_out))
     delta = delta_of(out, d_out, logsumexp)
-    block = _gather_keys(axes, key, value, marks)
-    dq, dk, dv = gradients(query, *block[:2], logsumexp, delta, d_out, *block[2:], rule)
+    query_marks, keys = _gather_keys(axes, key, value, marks)
+    dq, dk, dv = gradients(Queries(query, d_out, logsumexp, delta, query_marks), keys, rule)
     dk, dv = (psum_scatter(x, axes, 2) for x in (dk, dv))
     return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), None
 
@@ -89,8 +99,8 @@ def _backward(axes: Axes, rule: Rule, residuals: tuple, d_out: Array) -> tuple[A
 _attend.defvjp(_forward, _backward)
 
 
-def _gather_keys(axes: Axes, key: Array, value: Array, query_marks: Marks) -> tuple[Array, Array, Marks, Marks]:
-    """Return all keys, all values, the marks of this device's positions, and the marks of all positions."""
+def _gather_keys(axes: Axes, key: Array, value: Array, query_marks: Marks) -> tuple[Marks, Keys]:
+    """Return the marks of this device's positions, and the keys of all positions."""
     length = key.shape[2]
     gather = functools.partial(lax.all_gather, axis_name=axes, tiled=True)
     key_marks = jax.tree.map(lambda x: gather(x, axis=1), query_marks)
@@ -102,4 +112,4 @@ def _gather_keys(axes: Axes, key: Array, value: Array, query_marks: Marks) -> tu
             query_marks._replace(positions=local_positions),
             key_marks._replace(positions=all_positions),
         )
-    return key, value, query_marks, key_marks
+    return query_marks, Keys(key, value, key_marks)

@@ -51,6 +51,38 @@ class Marks(NamedTuple):
     segments: Int[Array, "B T"] | None
 
 
+class Keys(NamedTuple):
+    """A block of keys.
+
+    Attributes:
+      key: [B, G, S, K].
+      value: [B, G, S, V].
+      marks: the marks of these keys.
+    """
+
+    key: Float[Array, "B G S K"]
+    value: Float[Array, "B G S V"]
+    marks: Marks
+
+
+class Queries(NamedTuple):
+    """The operands of the backward pass on the side of the queries; `...` is [B, G, R], or [B, H] in the splash kernel.
+
+    Attributes:
+      query: [..., T, K].
+      d_out: [..., T, V].
+      logsumexp: [..., T], over the keys of all blocks.
+      delta: [..., T], see `delta_of`.
+      marks: the marks of these queries.
+    """
+
+    query: Float[Array, "... T K"]
+    d_out: Float[Array, "... T V"]
+    logsumexp: Float[Array, "... T"]
+    delta: Float[Array, "... T"]
+    marks: Marks
+
+
 class State(NamedTuple):
     """The softmax over the blocks so far.
 
@@ -89,30 +121,21 @@ def empty_state(query: Float[Array, "B G R T K"]) -> State:
     )
 
 
-def absorb(
-    state: State,
-    query: Float[Array, "B G R T K"],
-    key: Float[Array, "B G S K"],
-    value: Float[Array, "B G S K"],
-    query_marks: Marks,
-    key_marks: Marks,
-    rule: Rule,
-) -> State:
+def absorb(state: State, query: Float[Array, "B G R T K"], query_marks: Marks, keys: Keys, rule: Rule) -> State:
     """Return the state after a block of keys: m' = max(m, m_i), l' = l e^(m-m') + l_i e^(m_i-m'), o' likewise.
 
     The marks must have positions. A query that sees no key of any block has no defined result.
     """
     states = State(_split_tiles(state.top, -1), _split_tiles(state.total, -1), _split_tiles(state.mixed, -2))
     query_tiles = _split_tiles(query, -2), _split_marks(query_marks, -1), states
-    key_tiles = _split_tiles(key, -2), _split_tiles(value, -2), _split_marks(key_marks, _PADDING_POSITION)
+    key_tiles = _split_keys(keys)
 
     def absorb_into_query_tile(_: None, query_tile: tuple[Array, Marks, State]) -> tuple[None, State]:
         query, query_marks, state = query_tile
 
-        def absorb_key_tile(state: State, key_tile: tuple[Array, Array, Marks]) -> tuple[State, None]:
-            key, value, key_marks = key_tile
-            update = lambda state: _absorb_tile(state, query, key, value, query_marks, key_marks, rule)  # noqa: E731
-            return _unless_hidden(update, state, query_marks, key_marks, rule), None
+        def absorb_key_tile(state: State, keys: Keys) -> tuple[State, None]:
+            update = lambda state: _absorb_tile(state, query, query_marks, keys, rule)  # noqa: E731
+            return _unless_hidden(update, state, query_marks, keys.marks, rule), None
 
         return None, _scan(absorb_key_tile, state, key_tiles)[0]
 
@@ -133,64 +156,41 @@ def finish(state: State, dtype: DTypeLike) -> tuple[Float[Array, "B G R T K"], F
 def delta_of(
     out: Float[Array, "B G R T K"], d_out: Float[Array, "B G R T K"], logsumexp: Float[Array, "B G R T"]
 ) -> Float[Array, "B G R T"]:
-    """Return sum_k out dout, an argument of `gradients` for every block."""
+    """Return sum_k out dout, an operand of `gradients` for every block."""
     return jnp.sum(d_out.astype(logsumexp.dtype) * out.astype(logsumexp.dtype), axis=-1)
 
 
 def gradients(
-    query: Float[Array, "B G R T K"],
-    key: Float[Array, "B G S K"],
-    value: Float[Array, "B G S K"],
-    logsumexp: Float[Array, "B G R T"],
-    delta: Float[Array, "B G R T"],
-    d_out: Float[Array, "B G R T K"],
-    query_marks: Marks,
-    key_marks: Marks,
-    rule: Rule,
+    queries: Queries, keys: Keys, rule: Rule
 ) -> tuple[Float[Array, "B G R T K"], Float[Array, "B G S K"], Float[Array, "B G S K"]]:
     """Return what one block of keys adds to dQ, and its dK and dV from these queries, in float32 at least.
 
     With p = exp(score - logsumexp) over all keys, and delta = sum_k out dout: dv = p^T dout, ds = p (dout v^T - delta).
     """
-    wide = _wide_dtype(query)
-    # a padded query has no weights: exp(score - 1e30) = 0
-    query_tiles = (
-        _split_tiles(query, -2),
-        _split_tiles(d_out, -2),
-        _split_tiles(delta, -1),
-        _split_tiles(logsumexp, -1, -HIDDEN),
-    )
-    query_tiles = *query_tiles, _split_marks(query_marks, -1)
-    key_tiles = _split_tiles(key, -2), _split_tiles(value, -2), _split_marks(key_marks, _PADDING_POSITION)
-    d_key_tiles = jnp.zeros(key_tiles[0].shape, wide), jnp.zeros(key_tiles[1].shape, wide)
+    wide = _wide_dtype(queries.query)
+    query_tiles, key_tiles = _split_queries(queries), _split_keys(keys)
+    d_key_tiles = jnp.zeros(key_tiles.key.shape, wide), jnp.zeros(key_tiles.value.shape, wide)
 
-    def add_query_tile(
-        sums: tuple[Array, Array], query_tile: tuple[Array, Array, Array, Array, Marks]
-    ) -> tuple[tuple[Array, Array], Array]:
-        query, d_out, delta, logsumexp, query_marks = query_tile
-
-        def add_key_tile(dq: Array, key_tile: tuple) -> tuple[Array, tuple[Array, Array]]:
-            (key, value, key_marks), sums = key_tile
+    def add_query_tile(sums: tuple[Array, Array], queries: Queries) -> tuple[tuple[Array, Array], Array]:
+        def add_key_tile(dq: Array, key_tile: tuple[Keys, tuple]) -> tuple[Array, tuple[Array, Array]]:
+            keys, sums = key_tile
 
             def update(partial_sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-                added = _tile_gradients(query, key, value, logsumexp, delta, d_out, query_marks, key_marks, rule)
-                return jax.tree.map(jnp.add, partial_sums, added)
+                return jax.tree.map(jnp.add, partial_sums, _tile_gradients(queries, keys, rule))
 
-            dq, dk, dv = _unless_hidden(update, (dq, *sums), query_marks, key_marks, rule)
+            dq, dk, dv = _unless_hidden(update, (dq, *sums), queries.marks, keys.marks, rule)
             return dq, (dk, dv)
 
-        dq, sums = _scan(add_key_tile, jnp.zeros(query.shape, wide), (key_tiles, sums))
+        dq, sums = _scan(add_key_tile, jnp.zeros(queries.query.shape, wide), (key_tiles, sums))
         return sums, dq
 
     (dk, dv), dq = _scan(add_query_tile, d_key_tiles, query_tiles)
-    length = key.shape[-2]
-    return _join_tiles(dq, -2, query.shape[-2]), _join_tiles(dk, -2, length), _join_tiles(dv, -2, length)
+    length = keys.key.shape[-2]
+    return _join_tiles(dq, -2, queries.query.shape[-2]), _join_tiles(dk, -2, length), _join_tiles(dv, -2, length)
 
 
-def _absorb_tile(
-    state: State, query: Array, key: Array, value: Array, query_marks: Marks, key_marks: Marks, rule: Rule
-) -> State:
-    scores = _scores(query, key, query_marks, key_marks, rule)
+def _absorb_tile(state: State, query: Array, query_marks: Marks, keys: Keys, rule: Rule) -> State:
+    scores, value = _scores(query, query_marks, keys, rule), keys.value
     top = jnp.maximum(state.top, jnp.max(scores, axis=-1))
     # If all keys are hidden, the weights are 1. The first visible key multiplies them by exp(-1e30) = 0.
     weights = jnp.exp(scores - top[..., None])
@@ -199,19 +199,11 @@ def _absorb_tile(
     return State(top, state.total * rescale + jnp.sum(weights, axis=-1), state.mixed * rescale[..., None] + mixed)
 
 
-def _tile_gradients(
-    query: Array,
-    key: Array,
-    value: Array,
-    logsumexp: Array,
-    delta: Array,
-    d_out: Array,
-    query_marks: Marks,
-    key_marks: Marks,
-    rule: Rule,
-) -> tuple[Array, Array, Array]:
+def _tile_gradients(queries: Queries, keys: Keys, rule: Rule) -> tuple[Array, Array, Array]:
+    query, d_out, logsumexp, delta, query_marks = queries
+    key, value, _ = keys
     product = functools.partial(jnp.einsum, preferred_element_type=_wide_dtype(query))
-    scores = _scores(query, key, query_marks, key_marks, rule)
+    scores = _scores(query, query_marks, keys, rule)
     p = jnp.exp(scores - logsumexp[..., None])
     dp = product("bgrtk,bgsk->bgrts", d_out, value)
     ds = p * (dp - delta[..., None]) * query.shape[-1] ** -0.5
@@ -222,9 +214,9 @@ def _tile_gradients(
     return product("bgrts,bgsk->bgrtk", ds, key), product("bgrts,bgrtk->bgsk", ds, query), dv
 
 
-def _scores(query: Array, key: Array, query_marks: Marks, key_marks: Marks, rule: Rule) -> Float[Array, "B G R T S"]:
-    scores = jnp.einsum("bgrtk,bgsk->bgrts", query, key, preferred_element_type=_wide_dtype(query))
-    mask_bias = jnp.where(sees(query_marks, key_marks, rule), 0, HIDDEN).astype(scores.dtype)
+def _scores(query: Array, query_marks: Marks, keys: Keys, rule: Rule) -> Float[Array, "B G R T S"]:
+    scores = jnp.einsum("bgrtk,bgsk->bgrts", query, keys.key, preferred_element_type=_wide_dtype(query))
+    mask_bias = jnp.where(sees(query_marks, keys.marks, rule), 0, HIDDEN).astype(scores.dtype)
     return capped(scores * query.shape[-1] ** -0.5, rule.softcap) + mask_bias[:, None, None]
 
 
@@ -282,6 +274,17 @@ def _split_tiles(x: Array, dim: int, fill: float = 0) -> Array:
     x = jnp.pad(x, widths, constant_values=fill)
     dim_index = x.ndim + dim
     return jnp.moveaxis(x.reshape(*x.shape[:dim_index], count, size, *x.shape[dim_index + 1 :]), dim_index, 0)
+
+
+def _split_keys(keys: Keys) -> Keys:
+    return Keys(_split_tiles(keys.key, -2), _split_tiles(keys.value, -2), _split_marks(keys.marks, _PADDING_POSITION))
+
+
+def _split_queries(queries: Queries) -> Queries:
+    query, d_out, logsumexp, delta, marks = queries
+    # a padded query has no weights: exp(score - 1e30) = 0
+    rows = _split_tiles(logsumexp, -1, -HIDDEN), _split_tiles(delta, -1), _split_marks(marks, -1)
+    return Queries(_split_tiles(query, -2), _split_tiles(d_out, -2), *rows)
 
 
 def _split_marks(marks: Marks, position: int) -> Marks:

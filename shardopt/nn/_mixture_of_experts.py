@@ -6,7 +6,8 @@ Suffixes: B sequences, T positions, D width, E experts, K experts that a token g
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import get_args
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +17,13 @@ from jaxtyping import Array, Float
 
 from shardopt.collectives._per_device import TENSOR
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import calling, format_error
+from shardopt.core._errors import calling, error_text, format_error
 from shardopt.core._types import wide_dtype
 from shardopt.mesh import axes_of_role, is_analysed, mesh_under_trace
 from shardopt.nn._dispatch import combine, plan_exchange, send, sorted_by_expert, spread
 from shardopt.nn._grouped_product import grouped_product
 from shardopt.nn._order import CONTEXT
-from shardopt.nn._router import RouterStatistics, Routes, Score, dense_weights, route
+from shardopt.nn._router import RouterStatistics, Routing, Score, dense_weights, route
 from shardopt.partition._plan import EXPERT
 from shardopt.trace._marks import EXPERTS, marked
 
@@ -127,7 +128,12 @@ def mixture_of_experts(
       equations 12 to 16.
     """
     E = router.shape[-1]
-    _check(weights, x, router, shared, bias, top_k=top_k, score=score, groups=groups, chunk=chunk)
+    routing = Routing(top_k, score, normalize, groups, scale, capacity_factor)
+    with calling("mixture_of_experts"):
+        _check_arrays(weights, x, router, shared, bias)
+        routing.check(E)
+        if chunk is not None:
+            check_count("chunk", chunk)
     mesh = mesh_under_trace()
     context_axes = tuple(axis for axis in axes_of_role(CONTEXT) if mesh.shape[axis] > 1)
     if capacity_factor is not None:
@@ -140,41 +146,45 @@ def mixture_of_experts(
         local_shape = f", or [{E // devices}, ...] of this device" if devices > 1 and E % devices == 0 else ""
         fix = f"give weights [{E}, ...]{local_shape}."
         raise ValueError(format_error("mixture_of_experts", problem, fix=fix))
-    routing = functools.partial(
-        route,
-        top_k=top_k,
-        score=score,
-        normalize=normalize,
-        groups=groups,
-        scale=scale,
-        capacity_factor=capacity_factor,
-    )
+    inputs = _Inputs(dict(weights), x, router, bias)
     if is_analysed():
-        y, statistics = _analysed_experts(dict(weights), x, router, bias, routing, activation, top_k)
+        y, statistics = _analysed_experts(inputs, routing, activation)
     else:
-        run_experts = functools.partial(_route_and_run, routing, activation, chunk)
-        y, statistics = _on_each_device(run_experts, dict(weights), x, router, bias, expert_axes, travels=num_held < E)
+        run_experts = functools.partial(_route_and_run, _Settings(routing, activation, chunk))
+        y, statistics = _on_each_device(run_experts, inputs, expert_axes, travels=num_held < E)
     if shared is not None:
         hidden = _hidden_units(shared, lambda name: jnp.einsum("btd,df->btf", x, shared[name]), activation)
         y = y + jnp.einsum("btf,fd->btd", hidden.astype(x.dtype), shared["down"])
     return y, statistics
 
 
+class _Inputs(NamedTuple):
+    """The arrays of a layer of experts."""
+
+    weights: Weights
+    x: Float[Array, "B T D"]
+    router: Float[Array, "D E"]
+    bias: Array | None
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """The settings of a layer of experts; see `mixture_of_experts`."""
+
+    routing: Routing
+    activation: Activation
+    chunk: int | None
+
+
 def _route_and_run(
-    routing: Callable[..., Routes],
-    activation: Activation,
-    chunk: int | None,
-    axes: tuple[str, ...],
-    weights: Weights,
-    x: Float[Array, "B T D"],
-    router: Float[Array, "D E"],
-    bias: Array | None,
+    settings: _Settings, axes: tuple[str, ...], inputs: _Inputs
 ) -> tuple[Float[Array, "B T D"], RouterStatistics]:
     """Run in a region that is manual over every axis: arrays are shards of one device, and rows travel over `axes`, if any."""
+    weights, x, router, bias = inputs
     B, T, D = x.shape
-    routes = routing(x, router, bias)
+    routes, chunk = route(settings.routing, x, router, bias), settings.chunk
     E, N, K = router.shape[1], B * T, routes.experts.shape[2]
-    run_experts = functools.partial(_dispatch_and_combine, activation, axes, E, weights)
+    run_experts = functools.partial(_dispatch_and_combine, settings.activation, axes, E, weights)
     flat_tokens = x.reshape(N, D), routes.experts.reshape(N, K), routes.weights.reshape(N, K)
     if chunk is None or chunk >= N:
         return run_experts(*flat_tokens).reshape(B, T, D), routes.statistics
@@ -237,22 +247,14 @@ def _hidden_units(weights: Weights, product: Callable[[str], Array], activation:
     return activation(widen(product("gate"))) * widen(up)
 
 
-def _analysed_experts(
-    weights: Weights,
-    x: Array,
-    router: Array,
-    bias: Array | None,
-    routing: Callable[..., Routes],
-    activation: Activation,
-    top_k: int,
-) -> tuple[Array, RouterStatistics]:
+def _analysed_experts(inputs: _Inputs, routing: Routing, activation: Activation) -> tuple[Array, RouterStatistics]:
     """Return every expert's output for every token times its weight, so that the check of losses sees independent rows.
 
     The check and `so.planning.trace` recognise the experts by their mark.
     """
 
     def run(weights: Weights, x: Array, router: Array, bias: Array | None) -> tuple[Array, RouterStatistics]:
-        routes = routing(x, router, bias)
+        routes = route(routing, x, router, bias)
         weights_of_all = dense_weights(routes.experts, routes.weights, router.shape[1])
         rows = checkpoint_name(x, ARRIVED)  # `BlockModel.remat` finds its names in this trace
         first_product = lambda name: checkpoint_name(jnp.einsum("btd,edf->btef", rows, weights[name]), NAME)  # noqa: E731
@@ -260,27 +262,24 @@ def _analysed_experts(
         hidden = (hidden * weights_of_all[..., None]).astype(x.dtype)
         return jnp.einsum("btef,efd->btd", hidden, weights["down"]), routes.statistics
 
-    return marked(EXPERTS, run, top_k=top_k)(weights, x, router, bias)
+    return marked(EXPERTS, run, top_k=routing.top_k)(*inputs)
 
 
 def _on_each_device(
-    run: Callable[..., tuple[Array, RouterStatistics]],
-    weights: Weights,
-    x: Array,
-    router: Array,
-    bias: Array | None,
+    run: Callable[[tuple[str, ...], _Inputs], tuple[Array, RouterStatistics]],
+    inputs: _Inputs,
     axes: tuple[str, ...],
     *,
     travels: bool,
 ) -> tuple[Array, RouterStatistics]:
     """Call `run` on local rows and hidden units, in a region that is manual over every axis that is still automatic."""
-    mesh = mesh_under_trace()
+    mesh, weights = mesh_under_trace(), inputs.weights
     axis_types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     auto_axes = {
         axis for axis, axis_type in axis_types.items() if axis_type != AxisType.Manual and mesh.shape[axis] > 1
     }
     if not auto_axes:
-        return run(axes if travels else (), weights, x, router, bias)
+        return run(axes if travels else (), inputs)
     row_axes = tuple(axis for role in ("replica", "data", EXPERT) for axis in axes_of_role(role) if axis in auto_axes)
     context_axes = tuple(axis for axis in axes_of_role(CONTEXT) if axis in auto_axes)
     tensor_axes = tuple(axis for axis in axes_of_role(TENSOR) if axis in auto_axes)
@@ -288,7 +287,7 @@ def _on_each_device(
         tensor_axes = ()
     # replicated experts are split over their axis if its size divides them: slicing a replicated array costs nothing
     splits_experts = (
-        axes and set(axes) <= auto_axes and router.shape[1] % math.prod(mesh.shape[axis] for axis in axes) == 0
+        axes and set(axes) <= auto_axes and inputs.router.shape[1] % math.prod(mesh.shape[axis] for axis in axes) == 0
     )
     expert_spec, hidden_spec = (axes if splits_experts else None), tensor_axes or None
     inner_spec = PartitionSpec(expert_spec, None, hidden_spec)
@@ -296,8 +295,8 @@ def _on_each_device(
     token_spec, row_spec = PartitionSpec(row_axes or None, context_axes or None, None), PartitionSpec(row_axes or None)
     dispatch_axes = axes if travels or splits_experts else ()
 
-    def region(weights: Weights, x: Array, router: Array, bias: Array | None) -> tuple[Array, RouterStatistics]:
-        y, statistics = run(dispatch_axes, weights, x, router, bias)
+    def region(*arrays: Any) -> tuple[Array, RouterStatistics]:
+        y, statistics = run(dispatch_axes, _Inputs(*arrays))
         if context_axes:
             statistics = jax.tree.map(lambda array: jax.lax.pmean(array, context_axes), statistics)
         return y[None], statistics
@@ -308,52 +307,21 @@ def _on_each_device(
         out_specs=(PartitionSpec(tensor_axes or None, *token_spec), row_spec),
         axis_names=auto_axes,
         check_vma=False,
-    )(weights, x, router, bias)
+    )(*inputs)
     # each tensor shard returns the part of its hidden units
-    return jnp.sum(y, axis=0, dtype=wide_dtype(y.dtype)).astype(x.dtype), statistics
+    return jnp.sum(y, axis=0, dtype=wide_dtype(y.dtype)).astype(inputs.x.dtype), statistics
 
 
-@calling("mixture_of_experts")
-def _check(
-    weights: Weights,
-    x: Array,
-    router: Array,
-    shared: Weights | None,
-    bias: Array | None,
-    *,
-    top_k: int,
-    score: str,
-    groups: tuple[int, int] | None,
-    chunk: int | None,
-) -> None:
-    check_count("top_k", top_k, minimum=1)
-    if chunk is not None:
-        check_count("chunk", chunk)
+def _check_arrays(weights: Weights, x: Array, router: Array, shared: Weights | None, bias: Array | None) -> None:
     if x.ndim != 3 or router.ndim != 2 or router.shape[0] != x.shape[2]:
         problem = f"x has shape {x.shape}, the router {router.shape}."
-        raise ValueError(format_error("mixture_of_experts", problem, fix="give x [B, T, D] and router [D, E]."))
+        raise ValueError(error_text(problem, fix="give x [B, T, D] and router [D, E]."))
     E = router.shape[1]
     for label, leaves, dims in (("weights", weights, ("E", "D", "F")), ("shared weights", shared, ("D", "F"))):
         if leaves is not None:
             _check_weights(label, leaves, dims, x)
     if bias is not None and bias.shape != (E,):
-        raise ValueError(format_error("mixture_of_experts", f"bias has shape {bias.shape}.", fix=f"give [{E}]."))
-    if score not in get_args(Score):
-        fix = "use 'softmax' or 'sigmoid'."
-        raise ValueError(format_error("mixture_of_experts", f"unknown score {score!r}.", fix=fix))
-    num_open = E
-    if groups is not None:
-        num_groups, num_best = groups
-        check_count("groups[0]", num_groups, minimum=1)
-        check_count("groups[1]", num_best, minimum=1)
-        if E % num_groups or num_best > num_groups:
-            problem = f"groups={groups}: {num_groups} groups of {E} experts, {num_best} of them open."
-            fix = "take a number of groups that divides the experts, and open at most as many."
-            raise ValueError(format_error("mixture_of_experts", problem, fix=fix))
-        num_open = E // num_groups * num_best
-    if top_k > num_open:
-        problem = f"top_k={top_k}, but a token can go to {num_open} experts only."
-        raise ValueError(format_error("mixture_of_experts", problem, fix=f"take at most {num_open}."))
+        raise ValueError(error_text(f"bias has shape {bias.shape}.", fix=f"give [{E}]."))
 
 
 def _check_weights(label: str, weights: Weights, dims: tuple[str, ...], x: Array) -> None:

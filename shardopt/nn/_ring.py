@@ -13,7 +13,9 @@ from shardopt.core._types import PyTree
 from shardopt.mesh import axes_of_role, device_kind_or_default, mesh_under_trace
 from shardopt.nn import _splash as splash
 from shardopt.nn._flash import (
+    Keys,
     Marks,
+    Queries,
     Rule,
     State,
     absorb,
@@ -100,15 +102,15 @@ def _forward(ring: Ring, query: Array, key: Array, value: Array, marks: Marks) -
     key_marks_at = _key_marks(ring, query.shape[-2])
     query_marks = key_marks_at(0, marks)
 
-    def absorb_block(state: State, hop: Array | int, block: tuple[Array, Array, Marks]) -> State:
-        key, value, marks = block
+    def absorb_block(state: State, hop: Array | int, keys: Keys) -> State:
         if not ring.splash:
-            return absorb(state, query, key, value, query_marks, key_marks_at(hop, marks), ring.rule)
+            keys = keys._replace(marks=key_marks_at(hop, keys.marks))
+            return absorb(state, query, query_marks, keys, ring.rule)
         causal = ring.rule.causal and isinstance(hop, int)  # this device's own block
-        update = lambda state: splash.absorb(state, query, key, value, query_marks, marks, causal=causal)  # noqa: E731
+        update = lambda state: splash.absorb(state, query, query_marks, keys, causal=causal)  # noqa: E731
         return _unless_ahead(ring, hop, update, state)
 
-    state, blocks = empty_state(query), (key, value, marks)
+    state, blocks = empty_state(query), Keys(key, value, marks)
     next_blocks = send(ring, blocks) if ring.hops else blocks  # sent while the product runs, also below
     state = absorb_block(state, 0, blocks)
 
@@ -130,33 +132,28 @@ def _backward(ring: Ring, residuals: tuple, d_out: Array) -> tuple[Array, Array,
     # otherwise XLA may store the keys and values that the forward pass received
     key, value, d_out = lax.optimization_barrier((key, value, d_out))
     key_marks_at = _key_marks(ring, query.shape[-2])
-    query_marks = key_marks_at(0, marks)
-    delta = delta_of(out, d_out, logsumexp)
+    queries = Queries(query, d_out, logsumexp, delta_of(out, d_out, logsumexp), key_marks_at(0, marks))
 
-    def block_gradients(hop: Array | int, key: Array, value: Array, marks: Marks) -> list[Array]:
+    def block_gradients(hop: Array | int, keys: Keys) -> list[Array]:
         if not ring.splash:
-            return list(
-                gradients(query, key, value, logsumexp, delta, d_out, query_marks, key_marks_at(hop, marks), ring.rule)
-            )
+            return list(gradients(queries, keys._replace(marks=key_marks_at(hop, keys.marks)), ring.rule))
         causal = ring.rule.causal and isinstance(hop, int)  # this device's own block
-        zeros = [jnp.zeros(x.shape, logsumexp.dtype) for x in (query, key, value)]
-
-        def kernel_gradients(_: list[Array]) -> list[Array]:
-            return splash.gradients(query, key, value, logsumexp, delta, d_out, query_marks, marks, causal=causal)
-
+        zeros = [jnp.zeros(x.shape, logsumexp.dtype) for x in (query, keys.key, keys.value)]
+        kernel_gradients = lambda _: splash.gradients(queries, keys, causal=causal)  # noqa: E731
         return _unless_ahead(ring, hop, kernel_gradients, zeros)
 
-    blocks = send(ring, (key, value, marks)) if ring.hops else ()
-    dq, *local_key_gradients = block_gradients(0, key, value, marks)
+    local_keys = Keys(key, value, marks)
+    blocks = send(ring, local_keys) if ring.hops else local_keys
+    dq, *local_key_gradients = block_gradients(0, local_keys)
     if ring.hops:
         next_blocks = send(ring, blocks) if ring.hops > 1 else blocks
-        dq_part, *sums = block_gradients(jnp.int32(1), *blocks)
+        dq_part, *sums = block_gradients(jnp.int32(1), blocks)
         carry = dq + dq_part, sums, next_blocks
 
         def hop_step(carry: tuple, hop: Array, *, last: bool = False) -> tuple[tuple, None]:
             dq, sums, blocks = carry
             sums, next_blocks = send(ring, (sums, () if last else blocks))  # sent while the product runs
-            dq_part, *key_gradients = block_gradients(hop, *blocks)
+            dq_part, *key_gradients = block_gradients(hop, blocks)
             return (dq + dq_part, jax.tree.map(jnp.add, sums, key_gradients), next_blocks), None
 
         if ring.hops > 2:

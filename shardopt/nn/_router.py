@@ -4,13 +4,16 @@ Suffixes: B sequences, T positions, D width, E experts, K experts that a token g
 """
 
 import math
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from shardopt.core._arguments import check_count
+from shardopt.core._errors import error_text
 from shardopt.core._types import wide_dtype
 
 Score = Literal["softmax", "sigmoid"]
@@ -50,39 +53,69 @@ class Routes(NamedTuple):
     statistics: RouterStatistics
 
 
+@dataclass(frozen=True)
+class Routing:
+    """How tokens choose their experts; see `mixture_of_experts` for the fields."""
+
+    top_k: int
+    score: Score = "softmax"
+    normalize: bool = True
+    groups: tuple[int, int] | None = None
+    scale: float = 1.0
+    capacity_factor: float | None = None
+
+    def check(self, num_experts: int) -> None:
+        """Refuse settings that do not fit this number of experts.
+
+        Raises:
+          TypeError: if a number is not an integer.
+          ValueError: if the score is unknown, or a token cannot go to `top_k` experts.
+        """
+        check_count("top_k", self.top_k, minimum=1)
+        if self.score not in get_args(Score):
+            raise ValueError(error_text(f"unknown score {self.score!r}.", fix="use 'softmax' or 'sigmoid'."))
+        num_open = num_experts
+        if self.groups is not None:
+            num_groups, num_best = self.groups
+            check_count("groups[0]", num_groups, minimum=1)
+            check_count("groups[1]", num_best, minimum=1)
+            if num_experts % num_groups or num_best > num_groups:
+                problem = (
+                    f"groups={self.groups}: {num_groups} groups of {num_experts} experts, {num_best} of them open."
+                )
+                fix = "take a number of groups that divides the experts, and open at most as many."
+                raise ValueError(error_text(problem, fix=fix))
+            num_open = num_experts // num_groups * num_best
+        if self.top_k > num_open:
+            problem = f"top_k={self.top_k}, but a token can go to {num_open} experts only."
+            raise ValueError(error_text(problem, fix=f"take at most {num_open}."))
+
+
 def route(
-    x: Float[Array, "B T D"],
-    router: Float[Array, "D E"],
-    bias: Float[Array, " E"] | None,
-    *,
-    top_k: int,
-    score: Score = "softmax",
-    normalize: bool = True,
-    groups: tuple[int, int] | None = None,
-    scale: float = 1.0,
-    capacity_factor: float | None = None,
+    routing: Routing, x: Float[Array, "B T D"], router: Float[Array, "D E"], bias: Float[Array, " E"] | None
 ) -> Routes:
-    """Choose the experts of each token; see `mixture_of_experts` for the arguments. If scores are equal, the lower index wins."""
+    """Choose the experts of each token. If scores are equal, the lower index wins."""
+    top_k, capacity_factor = routing.top_k, routing.capacity_factor
     E = router.shape[1]
     wide = wide_dtype(x.dtype)
     # without this precision a TPU multiplies float32 as bfloat16
     logits = jnp.einsum("btd,de->bte", x.astype(wide), router.astype(wide), precision=jax.lax.Precision.HIGHEST)
     logits = checkpoint_name(logits, NAME)
-    if score == "softmax":
+    if routing.score == "softmax":
         scores = probability = jax.nn.softmax(logits, axis=-1)
     else:
         scores = jax.nn.sigmoid(logits)
         probability = scores / jnp.sum(scores, axis=-1, keepdims=True)
     ranked_scores = jax.lax.stop_gradient(scores if bias is None else scores + bias.astype(wide)[None, None])
-    if groups is not None:
-        ranked_scores = _scores_of_best_groups(ranked_scores, *groups)
+    if routing.groups is not None:
+        ranked_scores = _scores_of_best_groups(ranked_scores, *routing.groups)
     _, experts = jax.lax.top_k(ranked_scores, top_k)
     # [B, T, K, E]; a mask, since the gradient of a gather would be a scatter
     is_chosen = experts[..., None] == jnp.arange(E)[None, None, None]
     weights = jnp.sum(jnp.where(is_chosen, scores[:, :, None], 0), axis=-1)
-    if normalize:
+    if routing.normalize:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
-    weights = weights * scale
+    weights = weights * routing.scale
     count = jnp.sum(is_chosen, axis=2, dtype=wide)  # [B, T, E], 0 or 1
     dropped = jnp.zeros_like(logits[:, 0, 0])
     if capacity_factor is not None:

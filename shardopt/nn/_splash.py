@@ -13,8 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from shardopt.mesh import device_kind_or_default
-from shardopt.nn._flash import NAME, TILE, Marks, Rule, State, delta_of
-from shardopt.nn._splash_backward import LANES, KeyOperands, QueryOperands
+from shardopt.nn._flash import NAME, TILE, Keys, Marks, Queries, Rule, State, delta_of
+from shardopt.nn._splash_backward import LANES
 from shardopt.nn._splash_backward import gradients as backward
 
 
@@ -52,23 +52,15 @@ def _whole_rows_forward(
 
 def _whole_rows_backward(rule: Rule, residuals: tuple, d_mixed: Array) -> tuple[Array, Array, Array, None]:
     query, key, value, segments, mixed, logsumexp = residuals
-    queries = QueryOperands(query, d_mixed, logsumexp, delta_of(mixed, d_mixed, logsumexp), segments)
-    return *backward(queries, KeyOperands(key, value, segments), rule, dtype=query.dtype), None
+    marks = Marks(None, segments)
+    queries = Queries(query, d_mixed, logsumexp, delta_of(mixed, d_mixed, logsumexp), marks)
+    return *backward(queries, Keys(key, value, marks), rule, dtype=query.dtype), None
 
 
 _whole_rows.defvjp(_whole_rows_forward, _whole_rows_backward)
 
 
-def absorb(
-    state: State,
-    query: Float[Array, "B G R T K"],
-    key: Float[Array, "B G T K"],
-    value: Float[Array, "B G T K"],
-    query_marks: Marks,
-    key_marks: Marks,
-    *,
-    causal: bool,
-) -> State:
+def absorb(state: State, query: Float[Array, "B G R T K"], query_marks: Marks, keys: Keys, *, causal: bool) -> State:
     """Absorb a block of keys as `flash.absorb` does, for a block with as many keys as queries.
 
     If `causal`, each query sees the keys up to its own index. T is a multiple of 128. The kernel's output is rounded to the
@@ -77,7 +69,7 @@ def absorb(
     B, G, R, T, K = query.shape
     scaled_query = _scale_query(query).reshape(B, G * R, T, K)
     mixed, logsumexp = _run_kernel(
-        scaled_query, key, value, query_marks.segments, key_marks.segments, Rule(causal, None)
+        scaled_query, keys.key, keys.value, query_marks.segments, keys.marks.segments, Rule(causal, None)
     )
     mixed, logsumexp = mixed.reshape(query.shape), logsumexp.reshape(query.shape[:-1])
     top = jnp.maximum(state.top, logsumexp)
@@ -89,29 +81,13 @@ def absorb(
     )
 
 
-def gradients(
-    query: Float[Array, "B G R T K"],
-    key: Float[Array, "B G T K"],
-    value: Float[Array, "B G T K"],
-    logsumexp: Float[Array, "B G R T"],
-    delta: Float[Array, "B G R T"],
-    d_out: Float[Array, "B G R T K"],
-    query_marks: Marks,
-    key_marks: Marks,
-    *,
-    causal: bool,
-) -> list[Array]:
+def gradients(queries: Queries, keys: Keys, *, causal: bool) -> list[Array]:
     """Return the gradients of `flash.gradients`, for a block as in `absorb`."""
+    query, d_out, logsumexp, delta, marks = queries
     B, G, R, _, K = query.shape
     merge_heads = lambda x: x.reshape(B, G * R, *x.shape[3:])  # noqa: E731
-    queries = QueryOperands(
-        merge_heads(_scale_query(query)),
-        merge_heads(d_out),
-        merge_heads(logsumexp),
-        merge_heads(delta),
-        query_marks.segments,
-    )
-    keys = KeyOperands(key, value, key_marks.segments)
+    rows = merge_heads(logsumexp), merge_heads(delta), marks
+    queries = Queries(merge_heads(_scale_query(query)), merge_heads(d_out), *rows)
     dq, dk, dv = backward(queries, keys, Rule(causal, None), dtype=logsumexp.dtype)
     return [dq.reshape(query.shape) * K**-0.5, dk, dv]
 

@@ -9,17 +9,18 @@ Suffixes: B sequences, H heads of queries, G heads of keys and values, T positio
 
 import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from shardopt.mesh import device_kind_or_default
-from shardopt.nn._flash import HIDDEN, TILE, Rule
+from shardopt.nn._flash import HIDDEN, TILE, Keys, Marks, Queries, Rule
 
 LANES = 128
 """The kernel needs tiles of a multiple of so many positions, and pads heads to a multiple of it."""
@@ -27,47 +28,17 @@ _ALL = Rule(causal=False, window=None)
 Sums = tuple[Array, Array, Array]
 
 
-class QueryOperands(NamedTuple):
-    """The operands of the query side.
-
-    Attributes:
-      query: [B, H, T, K], scaled.
-      d_out: [B, H, T, V].
-      logsumexp: [B, H, T], over the keys of all blocks.
-      delta: [B, H, T], sum_v out d_out.
-      segments: [B, T], or None.
-    """
-
-    query: Float[Array, "B H T K"]
-    d_out: Float[Array, "B H T V"]
-    logsumexp: Float[Array, "B H T"]
-    delta: Float[Array, "B H T"]
-    segments: Int[Array, "B T"] | None
-
-
-class KeyOperands(NamedTuple):
-    """The operands of the key side.
-
-    Attributes:
-      key: [B, G, T, K].
-      value: [B, G, T, V].
-      segments: [B, T], or None.
-    """
-
-    key: Float[Array, "B G T K"]
-    value: Float[Array, "B G T V"]
-    segments: Int[Array, "B T"] | None
-
-
 def gradients(
-    queries: QueryOperands, keys: KeyOperands, rule: Rule, *, dtype: DTypeLike
+    queries: Queries, keys: Keys, rule: Rule, *, dtype: DTypeLike
 ) -> tuple[Float[Array, "B H T K"], Float[Array, "B G T K"], Float[Array, "B G T V"]]:
     """Return what these keys add to dQ, and what these queries add to dK and dV, summed in float32, as `dtype`.
 
-    It computes `flash.gradients` with scores query key^T, where queries and keys begin at the same position. T is a multiple
-    of 128. If the gradients of all rows do not fit into VMEM, it works on pieces of rows. With heads of 128 in half precision
+    It computes `flash.gradients` with scores query key^T: queries are scaled. Queries and keys begin at the same position, so
+    the positions of marks are not read. T is a multiple of 128. If the gradients of all rows do not fit into VMEM, it works on pieces of rows. With heads of 128 in half precision
     this happens beyond 10,752 rows; a piece has about 4096.
     """
+    queries = queries._replace(marks=Marks(None, queries.marks.segments))
+    keys = keys._replace(marks=Marks(None, keys.marks.segments))
     T, K, V = *queries.query.shape[2:], keys.value.shape[3]
     block = math.gcd(T, TILE)
     padded_width = lambda width: -(-width // LANES) * LANES  # noqa: E731
@@ -128,7 +99,7 @@ def _tiles(T: int, query_lead: int, block: int, rule: Rule) -> list[tuple[int, i
 
 
 def _piece_gradients(
-    queries: QueryOperands, keys: KeyOperands, rule: Rule, query_lead: int, block: int, dtype: DTypeLike
+    queries: Queries, keys: Keys, rule: Rule, query_lead: int, block: int, dtype: DTypeLike
 ) -> tuple[Array, Array, Array]:
     from jax.experimental import pallas as pl  # imported late, since the import takes long
     from jax.experimental.pallas import tpu as pltpu
@@ -150,8 +121,8 @@ def _piece_gradients(
         keys.value,
     ]
     in_specs = [query_spec(K), query_spec(V), row_spec, row_spec, key_spec(K), key_spec(V)]
-    if queries.segments is not None and keys.segments is not None:
-        inputs += [queries.segments[:, None], jnp.broadcast_to(keys.segments[:, :, None], (B, T, LANES))]
+    if queries.marks.segments is not None and keys.marks.segments is not None:
+        inputs += [queries.marks.segments[:, None], jnp.broadcast_to(keys.marks.segments[:, :, None], (B, T, LANES))]
         in_specs += [
             pl.BlockSpec((None, 1, block), lambda b, g, r, t, i, _: (b, 0, i[t])),
             pl.BlockSpec((None, block, LANES), lambda b, g, r, t, _, j: (b, j[t], 0)),
@@ -195,15 +166,8 @@ def _add_tile(query_blocks: Any, key_blocks: Any, *refs: Any, rule: Rule, block:
     out, (dq, dk, dv) = refs[-6:-3], refs[-3:]
     head, tile = pl.program_id(2), pl.program_id(3)
     last_tile = pl.num_programs(3) - 1
-
-    @pl.when(tile == 0)
-    def _() -> None:
-        dq[...] = jnp.zeros_like(dq)
-
-    @pl.when((tile == 0) & (head == 0))
-    def _() -> None:
-        dk[...], dv[...] = jnp.zeros_like(dk), jnp.zeros_like(dv)
-
+    pl.when(tile == 0)(lambda: _clear(dq))
+    pl.when((tile == 0) & (head == 0))(lambda: _clear(dk, dv))
     scores = _product(key, query, 1, 1)
     # position of the query minus position of the key
     gap = query_lead + (query_blocks[tile] - key_blocks[tile]) * block + _iota(1, block) - _iota(0, block)
@@ -223,14 +187,18 @@ def _add_tile(query_blocks: Any, key_blocks: Any, *refs: Any, rule: Rule, block:
     dv[key_rows] += _product(weights.astype(d_out.dtype), d_out, 1, 0)
     dk[key_rows] += _product(d_scores, query, 1, 0)
     dq[query_rows] += _product(d_scores, key, 0, 0)
+    pl.when(tile == last_tile)(lambda: _copy((dq,), out[:1]))
+    pl.when((tile == last_tile) & (head == pl.num_programs(2) - 1))(lambda: _copy((dk, dv), out[1:]))
 
-    @pl.when(tile == last_tile)
-    def _() -> None:
-        out[0][...] = dq[...].astype(out[0].dtype)
 
-    @pl.when((tile == last_tile) & (head == pl.num_programs(2) - 1))
-    def _() -> None:
-        out[1][...], out[2][...] = dk[...].astype(out[1].dtype), dv[...].astype(out[2].dtype)
+def _clear(*refs: Any) -> None:
+    for ref in refs:
+        ref[...] = jnp.zeros_like(ref)
+
+
+def _copy(sources: Sequence[Any], targets: Sequence[Any]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target[...] = source[...].astype(target.dtype)
 
 
 def _product(a: Array, b: Array, dim_a: int, dim_b: int) -> Array:

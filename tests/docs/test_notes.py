@@ -32,9 +32,14 @@ def test_a_note_has_the_date_and_the_versions_of_each_results_file():
         assert versions == f"jax {record['versions']['jax']}, Python {record['versions']['python']}", name
 
 
-@pytest.mark.parametrize("name", ["benchmarks", "experts", "failures", "planning"])
+GUIDES = ["benchmarks", "blocks", "data_parallel", "experts", "failures", "losses", "planning"]
+MOSTLY_CODE = ["any_loss", "losses_across_rows"]
+
+
+@pytest.mark.parametrize("name", GUIDES + MOSTLY_CODE)
 def test_a_guide_takes_five_minutes(name):
-    assert len((ROOT / "docs" / f"{name}.md").read_text().split()) <= 1050
+    words = (ROOT / "docs" / f"{name}.md").read_text().split()
+    assert len(words) <= (1200 if name in MOSTLY_CODE else 1050)
 
 
 @pytest.fixture

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from support.paths import ROOT
 
 import shardopt as so
 from shardopt.step._step import compile_step
 
 PACKAGE = Path(so.__file__).parent
-TEXT = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 SECTION = TEXT.partition("## The step, in call order\n")[2].partition("\n## ")[0]
 FILES = re.findall(r"^- `([\w/]+\.py)`: ", SECTION, re.MULTILINE)
 DECORATORS = {"strategies/_keywords.py", "core/_tracebacks.py"}

@@ -57,8 +57,12 @@ def test_some_rows_can_be_chosen(verify, tmp_path):
     assert [row["name"] for row in json.loads((tmp_path / "verify.json").read_text())["rows"]] == ["fsdp"]
 
 
-def test_a_tiny_limit_is_told_from_a_failure(verify):
+def test_a_tiny_limit_is_told_from_a_failure_in_one_line(verify, capsys):
     assert verify("--minutes", "1e-9") == 3
+    lines = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()[2:]]
+    remedy = "raise --minutes; the JSON lists them as not_run"
+    assert lines[0] == ["out of time", "3 rows", "2 training, 1 kernels", remedy]
+    assert [line[0].partition(";")[0] for line in lines[1:]] == ["3 out of time"]
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ def masked_one_hop_off(patch):
 def stale_keys_in_the_backward_pass(patch):
     first, right = [], flash.gradients
 
-    def gradients(query, key, value, *rest):
-        first.append((key, value))
-        return right(query, *first[0], *rest)
+    def gradients(queries, keys, rule):
+        first.append((keys.key, keys.value))
+        return right(queries, keys._replace(key=first[0][0], value=first[0][1]), rule)
 
     break_function(patch, flash.gradients, gradients)
 
@@ -44,7 +44,7 @@ def segments_that_do_not_travel(patch):
 
     def moved(ring, tree, hops=1):
         if len(tree) == 3:
-            return *send(ring, tree[:2], hops), tree[2]
+            return flash.Keys(*send(ring, tree[:2], hops), tree[2])
         return send(ring, tree, hops)
 
     break_function(patch, ring.send, moved)

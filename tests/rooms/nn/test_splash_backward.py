@@ -12,8 +12,7 @@ from support.tiers import tiered
 import shardopt as so
 from shardopt.nn import _splash_backward as splash_backward
 from shardopt.nn._attention import masked_attention, visible
-from shardopt.nn._flash import Rule
-from shardopt.nn._splash_backward import KeyOperands, QueryOperands
+from shardopt.nn._flash import Keys, Marks, Queries, Rule
 from shardopt.planning import topology_devices
 
 
@@ -60,10 +59,9 @@ def gradients_of(case, monkeypatch):
     logsumexp = jax.nn.logsumexp(jnp.where(mask[:, None], scores, -jnp.inf), axis=-1)
     if case.rows:
         monkeypatch.setattr(splash_backward, "_vmem", lambda: case.rows * 3 * 128 * 12 * 3 // 2)
-    rows = QueryOperands(query, d_out, logsumexp, jnp.sum(out * d_out, -1), segments)
-    found = splash_backward.gradients(
-        rows, KeyOperands(key, value, segments), Rule(case.causal, case.window), dtype=jnp.float32
-    )
+    marks = Marks(None, segments)
+    rows = Queries(query, d_out, logsumexp, jnp.sum(out * d_out, -1), marks)
+    found = splash_backward.gradients(rows, Keys(key, value, marks), Rule(case.causal, case.window), dtype=jnp.float32)
     return found, pull(d_out)
 
 
