@@ -50,12 +50,13 @@ def block_shapes(config: DecoderConfig, *, dense: bool) -> dict[str, Shapes]:
     else:
         assert config.experts is not None
         E, experts = config.experts.number, config.experts
+        shapes["mlp"] = {}
         shapes["router"] = {"kernel": (D, E)} | ({"choice_bias": (E,)} if experts.choice_bias else {})
         products = _mlp_shapes(D, experts.hidden, gated=config.gated, bias=False)
         shapes["experts"] = {name: (E, *shape) for name, shape in products.items()}
         if experts.shared_hidden:
             shapes["shared"] = _mlp_shapes(D, experts.shared_hidden, gated=config.gated, bias=False)
-    for part in ("attention", "mlp" if dense else "router"):
+    for part in ("attention", "mlp"):
         names = ["norm"] * config.pre_norms + ["post_norm"] * config.post_norms
         names += [f"{name}_bias" for name in names if config.norm == "layer"]
         shapes[part] |= dict.fromkeys(names, (D,))
@@ -92,12 +93,12 @@ def apply_block(config: DecoderConfig, weights: Params, stream: Stream) -> Strea
     x = _add_branch(
         config, weights["attention"], stream.x, lambda normed: _attention(config, weights["attention"], normed, stream)
     )
-    if router is None:
-        x = _add_branch(config, weights["mlp"], x, lambda normed: _mlp(config, weights["mlp"], normed))
-    else:
-        x = _add_branch(
-            config, layers.cast(router, config.dtype), x, lambda normed: _experts(config, weights, router, normed)
-        )
+    run_mlp = (
+        functools.partial(_mlp, config, weights["mlp"])
+        if router is None
+        else functools.partial(_experts, config, weights, router)
+    )
+    x = _add_branch(config, weights["mlp"], x, run_mlp)
     return stream._replace(x=x, layer=None if stream.layer is None else stream.layer + 1)
 
 

@@ -106,6 +106,10 @@ class Fields:
         self.problems.append(f"{name} is {value!r}, must be one of {', '.join(map(repr, values))}")
         return next(iter(values.values()))
 
+    def skip(self, *names: str) -> None:
+        """Note fields that have no effect in this family."""
+        self._read.update(names)
+
     def unread_problems(self) -> list[str]:
         """Return a problem for each field that was not read and may ask for something."""
         unread = {name: value for name, value in self._values.items() if name not in self._read | NEUTRAL}
@@ -182,6 +186,7 @@ def _is_grouped(rope_parameters: Mapping[str, Any]) -> bool:
 
 def _plain(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
     scaling.pop("original_max_position_embeddings", None)
+    fields.skip("original_max_position_embeddings")
     return {}
 
 

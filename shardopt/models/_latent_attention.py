@@ -18,8 +18,7 @@ class Latent(NamedTuple):
     """Sizes of latent attention; DeepSeek-V3 has (1536, 512, 128, 64, 128).
 
     Attributes:
-      query: width of the vectors from which queries are computed, `q_lora_rank` of its configuration; 0 computes queries
-        from the residual stream.
+      query: width of the vectors from which queries are computed, `q_lora_rank` of its configuration.
       key: width of the vectors from which keys and values are computed, `kv_lora_rank`.
       nope: dims of a head that do not rotate, `qk_nope_head_dim`.
       rope: dims of a head that rotate, `qk_rope_head_dim`; even. All heads share the keys of these dims.
@@ -34,9 +33,10 @@ class Latent(NamedTuple):
 
     def shapes(self, dim: int, num_heads: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the weights of a block of width `dim`; weights with one dim are norms."""
-        narrow_query = {"q_down": (dim, self.query), "q_norm": (self.query,)} if self.query else {}
-        return narrow_query | {
-            "q": (self.query or dim, num_heads, self.nope + self.rope),
+        return {
+            "q_down": (dim, self.query),
+            "q_norm": (self.query,),
+            "q": (self.query, num_heads, self.nope + self.rope),
             "kv_down": (dim, self.key + self.rope),
             "kv_norm": (self.key,),
             "kv": (self.key, num_heads, self.nope + self.value),
@@ -91,9 +91,7 @@ def latent_qkv(
     epsilon: float = 1e-6,
 ) -> tuple[Array, Array, Array]:
     """Return queries and keys [B, T, H, nope + rope] and values [B, T, H, value]; `rotate_dims` rotates [B, T, ?, rope]."""
-    narrow = x
-    if latent.query:
-        narrow = rms_norm(jnp.einsum("btd,dq->btq", x, weights["q_down"]), weights["q_norm"], epsilon)
+    narrow = rms_norm(jnp.einsum("btd,dq->btq", x, weights["q_down"]), weights["q_norm"], epsilon)
     query, rotary_query = jnp.split(jnp.einsum("btq,qhk->bthk", narrow, weights["q"]), [latent.nope], axis=-1)
     query = jnp.concatenate([query, rotate_dims(rotary_query)], axis=-1)
     narrow, rotary_key = jnp.split(jnp.einsum("btd,dk->btk", x, weights["kv_down"]), [latent.key], axis=-1)

@@ -259,6 +259,8 @@ def from_pretrained(
         tensors |= read_header(path)
     tensors = {tensor: place for tensor, place in tensors.items() if not is_ignored(tensor, config, FAMILIES[name])}
     places = places_of(config, FAMILIES[name])
+    if not any(tensor.startswith(FAMILIES[name].optional) for tensor in tensors):
+        tensors = {FAMILIES[name].optional + tensor: entry for tensor, entry in tensors.items()}
     check_tensors(folder, {tensor: entry.shape for tensor, entry in tensors.items()}, places)
     stored = tensors[next(iter(places))].dtype if param_dtype is None else param_dtype
     config = dataclasses.replace(config, param_dtype=stored, dtype=dtype)

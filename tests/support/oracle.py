@@ -42,6 +42,9 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 4}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
 CASES = {
     "llama2": ("llama", {"num_key_value_heads": 4}),
     "llama3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
@@ -62,6 +65,49 @@ CASES = {
     ),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "olmo2": ("olmo2", {}),
+    "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3": (
+        "gemma3_text",
+        GEMMA
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "phi3": (
+        "phi3",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            "sliding_window": 5,
+        },
+    ),
+    "gpt2": ("gpt2", {"n_inner": 48, "num_key_value_heads": None, "intermediate_size": None}),
+    "mixtral": ("mixtral", EXPERTS | {"intermediate_size": 24}),
+    "qwen3_moe": ("qwen3_moe", EXPERTS | {"moe_intermediate_size": 24, "norm_topk_prob": True, "head_dim": 16}),
+    "deepseek_v3": (
+        "deepseek_v3",
+        EXPERTS
+        | {
+            "num_local_experts": None,
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 8,
+            "q_lora_rank": 12,
+            "kv_lora_rank": 20,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
+        },
+    ),
 }
 
 
@@ -104,7 +150,9 @@ def answer(name, folder):
 
     torch.manual_seed(0)
     model_type, changes = CASES[name]
-    config = transformers.AutoConfig.for_model(model_type, **(SMALL | changes))
+    config = transformers.AutoConfig.for_model(
+        model_type, **{name: value for name, value in (SMALL | changes).items() if value is not None}
+    )
     made = folder / "made"
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(made)
     from safetensors import safe_open

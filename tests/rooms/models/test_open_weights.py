@@ -50,7 +50,7 @@ def test_logits_are_those_of_transformers(name, opened):
     np.testing.assert_allclose(logits, results["logits"], rtol=0, atol=1e-5)
 
 
-QUICK = {("llama3", "tensor"), ("qwen2_windows", "pipeline"), ("olmo2", "fsdp")}
+QUICK = {("llama3", "tensor"), ("gemma3", "pipeline"), ("gpt2", "fsdp")}
 """Steps of the default tier: compiling one takes seconds."""
 STEPS = tiered(itertools.product(CASES, MESHES), lambda step: step in QUICK, ids="-".join)
 
