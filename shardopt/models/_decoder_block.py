@@ -46,16 +46,18 @@ def block_shapes(config: DecoderConfig, *, dense: bool) -> dict[str, Shapes]:
     D = config.dim
     shapes = {"attention": _attention_shapes(config)}
     if dense:
-        shapes["mlp"] = _mlp_shapes(D, config.hidden, gated=config.gated, bias=config.mlp_bias)
+        shapes["mlp"] = _mlp_shapes(config, config.hidden, bias=config.mlp_bias)
     else:
         assert config.experts is not None
         E, experts = config.experts.number, config.experts
         shapes["mlp"] = {}
         shapes["router"] = {"kernel": (D, E)} | ({"choice_bias": (E,)} if experts.choice_bias else {})
-        products = _mlp_shapes(D, experts.hidden, gated=config.gated, bias=False)
+        if experts.biases:
+            shapes["router"]["bias"] = (E,)
+        products = _mlp_shapes(config, experts.hidden, bias=experts.biases)
         shapes["experts"] = {name: (E, *shape) for name, shape in products.items()}
         if experts.shared_hidden:
-            shapes["shared"] = _mlp_shapes(D, experts.shared_hidden, gated=config.gated, bias=False)
+            shapes["shared"] = _mlp_shapes(config, experts.shared_hidden, bias=False)
     for part in ("attention", "mlp"):
         names = ["norm"] * config.pre_norms + ["post_norm"] * config.post_norms
         names += [f"{name}_bias" for name in names if config.norm == "layer"]
@@ -80,9 +82,10 @@ def _attention_shapes(config: DecoderConfig) -> Shapes:
     return shapes
 
 
-def _mlp_shapes(dim: int, hidden: int, *, gated: bool, bias: bool) -> Shapes:
-    up: Shapes = {"gate": (dim, hidden), "up": (dim, hidden)} if gated else {"up": (dim, hidden)}
-    shapes = up | {"down": (hidden, dim)}
+def _mlp_shapes(config: DecoderConfig, hidden: int, *, bias: bool) -> Shapes:
+    D, width = config.dim, 2 * hidden if config.activation == "clamped_swiglu" else hidden
+    shapes: Shapes = {"gate": (D, width)} if config.gated else {}
+    shapes |= {"up": (D, width), "down": (hidden, D)}
     return shapes | ({f"{name}_bias": shape[1:] for name, shape in shapes.items()} if bias else {})
 
 
@@ -249,6 +252,7 @@ def _experts(config: DecoderConfig, weights: Params, router: Params, x: Float[Ar
         score=experts.score,
         normalize=experts.normalize,
         bias=router.get("choice_bias"),
+        router_bias=router.get("bias"),
         groups=experts.groups,
         scale=experts.scale,
         shared=weights.get("shared"),

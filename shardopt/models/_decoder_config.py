@@ -16,7 +16,15 @@ from shardopt.nn._low_precision import Precision, check_precision
 from shardopt.nn._router import Score
 
 Norm = Literal["rms", "rms_plus_one", "layer"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared", "clamped_swiglu"]
+
+
+def _clamped_swiglu(x: Array) -> Array:
+    """Return (up + 1) gate sigmoid(1.702 gate) of neighbouring pairs (gate, up), clamped to 7: half as many units (GPT-OSS)."""
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    gate, up = jnp.minimum(pairs[..., 0], 7.0), jnp.clip(pairs[..., 1], -7.0, 7.0)
+    return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -24,6 +32,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
     "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
+    "clamped_swiglu": _clamped_swiglu,
 }
 
 
@@ -52,6 +61,7 @@ class Experts(NamedTuple):
       groups: (number of groups, how many are open to a token).
       scale: the factor of these weights.
       choice_bias: whether the choice has a bias for each expert, the leaf "router/choice_bias".
+      biases: whether the router and the products of experts have biases.
       num_first: blocks without experts, before the others; their hidden units are `DecoderConfig.hidden`.
     """
 
@@ -64,6 +74,7 @@ class Experts(NamedTuple):
     groups: tuple[int, int] | None = None
     scale: float = 1.0
     choice_bias: bool = False
+    biases: bool = False
     num_first: int = 0
 
 
@@ -90,7 +101,7 @@ class DecoderConfig:
       qkv_bias: whether queries, keys and values have biases.
       out_bias: whether the last product of attention has a bias.
       mlp_bias: whether the products of the mlp have biases.
-      activation: the activation of the mlp.
+      activation: the activation of the mlp. "clamped_swiglu" is that of GPT-OSS: "up" then has two columns for each hidden unit.
       gated: whether the mlp is gated.
       attention_scale: the factor of attention scores; None is 1 / sqrt(head_dim).
       attention_softcap: the cap of attention scores, as in `so.nn.attention`.

@@ -246,6 +246,25 @@ def _deepseek(fields: Fields) -> dict[str, Any]:
     return _sizes(fields) | changes | {"attention_scale": scale**2 * (latent.nope + latent.rope) ** -0.5}
 
 
+def _gpt_oss(fields: Fields) -> dict[str, Any]:
+    fields.require("swiglu_alpha", None, 1.702)
+    fields.require("swiglu_limit", None, 7.0)
+    fields.require("hidden_act", "silu")
+    bias, L = bool(fields["attention_bias"]), fields.size("num_hidden_layers")
+    types = fields["layer_types"] or ["full_attention" if i % 2 else "sliding_attention" for i in range(L)]
+    fields.skip("experts_per_token", "initial_context_length")  # other names of fields that are there too
+    experts = Experts(
+        fields.size("num_local_experts"),
+        fields.size("num_experts_per_tok"),
+        fields.size("intermediate_size"),
+        biases=True,
+    )
+    activation = {"activation": "clamped_swiglu", "gated": False}
+    attention = {"qkv_bias": bias, "out_bias": bias, "sinks": True}
+    kinds = fields.kinds(types, fields["sliding_window"], lambda kind: _rope(fields, kind))
+    return _sizes(fields) | kinds | activation | attention | {"experts": experts}
+
+
 def _experts_of(prefix: str, gate: str, down: str, up: str) -> dict[str, str]:
     names = {"gate": gate, "down": down, "up": up}
     return {f"{prefix}.{{e}}.{name}.weight": f"experts/{leaf}" for leaf, name in names.items()}
@@ -321,6 +340,17 @@ _DEEPSEEK_DEFAULTS = _LLAMA_DEFAULTS | {
     "first_k_dense_replace": 3,
     "rope_interleave": True,
 }
+_GPT_OSS_DEFAULTS = _LLAMA_DEFAULTS | {
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000.0,
+    "sliding_window": 128,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "attention_bias": True,
+}
 _QWEN_DEFAULTS = _LLAMA_DEFAULTS | {
     "num_key_value_heads": 32,
     "max_position_embeddings": 32768,
@@ -389,6 +419,20 @@ _DEEPSEEK_BLOCK = (
     | {"mlp.gate.weight": "router/kernel", "mlp.gate.e_score_correction_bias": "router/choice_bias"}
     | {f"mlp.shared_experts.{name}_proj.weight": f"shared/{name}" for name in ("gate", "up", "down")}
 )
+_GPT_OSS_BLOCK = (
+    _PRE_NORMS
+    | _QKV
+    | _OUT
+    | {
+        "self_attn.sinks": "attention/sinks",
+        "mlp.router.weight": "router/kernel",
+        "mlp.router.bias": "router/bias",
+        "mlp.experts.gate_up_proj": "experts/up",
+        "mlp.experts.gate_up_proj_bias": "experts/up_bias",
+        "mlp.experts.down_proj": "experts/down",
+        "mlp.experts.down_proj_bias": "experts/down_bias",
+    }
+)
 _PROJECTIONS = "gate_proj", "down_proj", "up_proj"
 
 FAMILIES: dict[str, Family] = {
@@ -431,6 +475,7 @@ FAMILIES: dict[str, Family] = {
         _OUTER,
         _QWEN3_MOE_BLOCK | _experts_of("mlp.experts", *_PROJECTIONS),
     ),
+    "gpt_oss": Family("GptOssForCausalLM", _GPT_OSS_DEFAULTS, _gpt_oss, _OUTER, _GPT_OSS_BLOCK),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
         _DEEPSEEK_DEFAULTS,

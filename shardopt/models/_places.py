@@ -85,7 +85,7 @@ def tensor_shape(places: Iterable[Place]) -> tuple[int, ...]:
     first = places[0]
     if not first.outputs:
         size = sum(math.prod(place.shape) for place in places)
-        return first.shape if not first.numbers else (size,)
+        return first.shape if not first.numbers or _is_packed(first.leaf, first.numbers) else (size,)
     outputs = sum(place.outputs for place in places)
     inputs = math.prod(first.shape) // first.outputs
     return (outputs, inputs) if first.transposed else (inputs, outputs)
@@ -120,11 +120,16 @@ def _join(
     places, start = [], 0
     for leaf in leaves:
         shape = shapes[leaf][len(numbers) :]
-        is_product = leaf.rpartition("/")[2] in _PRODUCTS
+        is_product = leaf.rpartition("/")[2] in _PRODUCTS and not _is_packed(leaf, numbers)
         outputs = math.prod(shape[_num_inputs(leaf) :]) if is_product else 0
         places.append(Place(leaf, numbers, shape, start, outputs, family.transposed))
         start += outputs or math.prod(shape)
     return places
+
+
+def _is_packed(leaf: str, numbers: tuple[int, ...]) -> bool:
+    """Return whether a tensor has all experts of a block, in the dims of the leaf."""
+    return "/experts/" in leaf and len(numbers) == 1
 
 
 def _num_inputs(leaf: str) -> int:

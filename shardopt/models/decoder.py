@@ -44,7 +44,7 @@ _BLOCK_RULES = (
     ("(mlp|shared)/(gate|up)$", (None, "tensor")),
     ("(mlp|shared)/((gate|up)_bias|down)$", ("tensor",)),
     ("experts/(gate|up)$", (None, None, "tensor")),
-    ("experts/down$", (None, "tensor")),
+    ("experts/((gate|up)_bias|down)$", (None, "tensor")),
 )
 expert_leaves = ("(^|/)blocks/experts/",)
 """Leaves of experts, for the `expert_leaves` of a strategy."""

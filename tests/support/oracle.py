@@ -88,6 +88,11 @@ CASES = {
     "gpt2": ("gpt2", {"n_inner": 48, "num_key_value_heads": None, "intermediate_size": None}),
     "mixtral": ("mixtral", EXPERTS | {"intermediate_size": 24}),
     "qwen3_moe": ("qwen3_moe", EXPERTS | {"moe_intermediate_size": 24, "norm_topk_prob": True, "head_dim": 16}),
+    "gpt_oss": (
+        "gpt_oss",
+        EXPERTS
+        | {"head_dim": 8, "sliding_window": 4, "rope_parameters": YARN | {"truncate": False}, "intermediate_size": 24},
+    ),
     "deepseek_v3": (
         "deepseek_v3",
         EXPERTS
