@@ -83,7 +83,7 @@ def write_json(script: str, results: Any, path: Path | None = None) -> Path:
     """Write results, with when, where and with what they were measured, beside the script or to a path."""
     import jax
 
-    packages = ("jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "numpy")
+    packages = ("jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "numpy", "libtpu")
     ran = Path(sys.argv[0])
     record = {
         "benchmark": Path(script).stem,

@@ -4,8 +4,8 @@ Start with `make_mesh`, then `ddp`, `zero`, `fsdp` or `hybrid`; train with `fit`
 For slow links, `local_sgd` and `diloco` combine replicas of these strategies. `async_sgd` and `async_local_sgd` train
 without barriers.
 
-`import shardopt` loads the core. Asynchronous training, planning and the models of other libraries are wings: each loads
-when one of its names is used for the first time.
+`import shardopt` loads the core. Adapters, asynchronous training, planning and the models of other libraries are wings:
+each loads when one of its names is used for the first time.
 """
 
 import importlib
@@ -34,7 +34,7 @@ from shardopt.training._params import with_params
 from shardopt.training._resume import DeferredInit
 
 if TYPE_CHECKING:
-    from shardopt import interop, parameter_server, planning
+    from shardopt import adapters, interop, parameter_server, planning
     from shardopt.parameter_server._async_local_sgd import async_local_sgd
     from shardopt.parameter_server._async_sgd import async_sgd
     from shardopt.planning._aot import aot
@@ -52,6 +52,7 @@ __all__ = [
     "TrainState",
     "Updated",
     "Weighted",
+    "adapters",
     "adopt",
     "aot",
     "async_local_sgd",
@@ -92,6 +93,7 @@ __all__ = [
 ]
 
 _WINGS = {
+    "adapters": "shardopt.adapters",
     "interop": "shardopt.interop",
     "parameter_server": "shardopt.parameter_server",
     "async_sgd": "shardopt.parameter_server._async_sgd",

@@ -52,7 +52,7 @@ def to_bytes(opt: ShardedOptimizer, state: PyTree) -> bytes:
       (64, 32)
     """
     meta = describe_state(state)
-    leaf_bytes = [_raw(_on_host(to_storable(leaf))) for leaf in leaves_by_path(state).values()]
+    leaf_bytes = [_raw(on_host(to_storable(leaf))) for leaf in leaves_by_path(state).values()]
     spans, values_length = _spans([len(values) for values in leaf_bytes])
     description = {"strategy": opt.config.strategy, "spans": spans, "state": to_json(meta)}
     header = json.dumps(description).encode()
@@ -124,7 +124,8 @@ def _spans(sizes: list[int]) -> tuple[list[list[int]], int]:
     return spans, offset
 
 
-def _on_host(leaf: jax.Array | np.ndarray) -> np.ndarray:
+def on_host(leaf: jax.Array | np.ndarray) -> np.ndarray:
+    """Return a whole leaf as numpy, gathered from all processes that hold a part of it."""
     if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
         from jax.experimental import multihost_utils
 

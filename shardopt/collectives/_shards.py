@@ -29,6 +29,7 @@ class LeafWire(NamedTuple):
       axes: the mesh axis that shards the leaf, or several axes that act as one.
       gather_dtype: the dtype that the leaf is cast to before it is all-gathered, or None to keep its own.
       scatter_dtype: the dtype that its gradient is cast to before it is reduce-scattered, or None to keep its own.
+      trained: whether the leaf has a gradient. A bucket would send the zeros of a frozen leaf.
     """
 
     dim: int | None
@@ -36,6 +37,7 @@ class LeafWire(NamedTuple):
     axes: MeshAxes
     gather_dtype: DTypeLike | None = None
     scatter_dtype: DTypeLike | None = None
+    trained: bool = True
 
     def scattered(self, x: jax.Array) -> jax.Array:
         """Return a local gradient in the dtype in which it is sent."""
@@ -69,7 +71,8 @@ def all_gather(
       stays local.
     """
     stored_dtypes = [leaf.dtype for leaf in leaves]
-    differentiable = [i for i, dtype in enumerate(stored_dtypes) if jnp.issubdtype(dtype, jnp.inexact)]
+    is_inexact = [jnp.issubdtype(dtype, jnp.inexact) for dtype in stored_dtypes]
+    differentiable = [i for i, wire in enumerate(wires) if is_inexact[i] and wire.trained]
 
     def cast(x: jax.Array, wire: LeafWire) -> jax.Array:
         if wire.gather_dtype is None or x.dtype == wire.gather_dtype:
@@ -84,7 +87,7 @@ def all_gather(
     def backward(_, cotangents):
         local_grads = [cotangents[i].astype(stored_dtypes[i]) for i in differentiable]
         sums = reduce_scatter(local_grads, [wires[i] for i in differentiable], bucket_bytes=bucket_bytes)
-        grads: list[jax.Array | None] = [None] * len(stored_dtypes)  # None is the zero cotangent of an integer leaf
+        grads: list[jax.Array | None] = [None] * len(stored_dtypes)  # None is a zero cotangent
         for i, grad in zip(differentiable, sums, strict=True):
             grads[i] = grad
         return (grads,)

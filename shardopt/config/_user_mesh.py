@@ -142,7 +142,8 @@ def read_mesh(mesh: Mesh, names: Axes | None, *, pipelined: bool) -> tuple[Mesh,
     for axis, size in mesh.shape.items():
         if size > 1 and role_of.get(axis) not in known_roles:
             problem = f"mesh axis {axis!r} (size {size}) is above 1, but nothing is split over it."
-            fix = f"use the axes data, tensor, pipeline, context, expert, replica, or say what it is: axes=so.Axes(data={axis!r})."
+            roles = f"axes=so.Axes(data={(*axes['data'], axis)!r}), or tensor={axis!r}"
+            fix = f"use the axes data, tensor, pipeline, context, expert, replica, or say what it is: {roles}."
             if axis in role_of:
                 fix = "use so.hybrid, or make the mesh with pipeline=1."
             raise ValueError(error_text(problem, fix=fix))

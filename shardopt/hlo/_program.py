@@ -26,6 +26,7 @@ from shardopt.hlo._walk import (
     collectives_of,
     times_taken,
     trip_count,
+    unread_starts,
 )
 
 Devices = tuple[jax.Device, ...]
@@ -95,7 +96,8 @@ def audit(
     check_schedule(parsed.module, schedule)
     name = parsed.module.header.removeprefix("HloModule").split(",")[0].strip()
     collectives = (parsed.collective(site) for site in collectives_of(parsed.module, schedule))
-    return Audit(tuple(collective for collective in collectives if collective is not None), parsed.sizes, name)
+    listed = tuple(collective for collective in collectives if collective is not None)
+    return Audit(listed, parsed.sizes, name, unread_starts(parsed.module))
 
 
 class Program(NamedTuple):

@@ -54,11 +54,14 @@ class Audit(NamedTuple):
       collectives: the collectives in program order, without collectives whose groups have a single member.
       mesh_shape: mesh axis to size.
       name: name of the compiled module.
+      unread: names of the instructions that start work on a TPU's SparseCore in which no collective was found. Their
+        traffic is unknown, and no sum contains it.
     """
 
     collectives: tuple[Collective, ...]
     mesh_shape: dict[str, int]
     name: str
+    unread: tuple[str, ...] = ()
 
     @property
     def total(self) -> Traffic:
@@ -112,20 +115,24 @@ class Audit(NamedTuple):
 
         Raises:
           AssertionError: if bytes or calls differ, a row matches no collective, or a collective matches no row.
+          AssertionError: if the traffic of work on a SparseCore is unknown (`unread`).
           ValueError: if a row names an axis that the mesh does not have.
         """
         compared = self.of(min_bytes=min_bytes)
-        if differences := _differences(compared.collectives, expected, self.mesh_shape, rtol):
+        if differences := [*_differences(compared.collectives, expected, self.mesh_shape, rtol), *self._unread_lines()]:
             problem = (
                 f"the compiled program does not send what it was meant to ({plural(len(differences), 'difference')})."
             )
             raise AssertionError(f"{format_error('audit', problem, differences)}\n{compared}")
 
     def __str__(self) -> str:
-        """Return the table: one line per instruction, then the sums by axes."""
+        """Return the table: one line per instruction, then the sums by axes, then the `unread` starts."""
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh_shape.items())
         title = f"{self.name}: {len(self.collectives)} collectives on {mesh or 'one device'}"
-        return "\n".join([title, *_lines(self.collectives), *_sums(self.by_axis())])
+        return "\n".join([title, *_lines(self.collectives), *_sums(self.by_axis()), *self._unread_lines()])
+
+    def _unread_lines(self) -> list[str]:
+        return [f"{name}: starts work on the SparseCore in which no collective was found" for name in self.unread]
 
 
 def _traffic(collectives: Iterable[Collective]) -> Traffic:

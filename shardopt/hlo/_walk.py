@@ -156,13 +156,17 @@ _TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 
 
 def callees(instruction: Instruction) -> list[str]:
-    """Return the computations that it calls, without the scalar `to_apply` of collectives and reductions."""
+    """Return the computations that it calls, without the scalar `to_apply` of collectives and reductions.
+
+    What a TPU's SparseCore computes is `to_apply` of a `call-start` (libtpu 0.0.42 and 0.0.50), or among the
+    `called_computations` of a `custom-call-start` (0.0.52).
+    """
     opcode = instruction.opcode
     if opcode in ("async-update", "async-done") or not _CALLS.search(instruction.rest):
         return []
     values = attributes(instruction)
     keys = ["calls", "body", "condition", "branch_computations", "true_computation", "false_computation"]
-    keys += ["called_computations", *(["to_apply"] if opcode == "call" else [])]
+    keys += ["called_computations", *(["to_apply"] if opcode in ("call", "call-start") else [])]
     return [name.strip(" %") for key in keys if key in values for name in values[key].strip("{}").split(",")]
 
 
@@ -186,6 +190,20 @@ def computations_with_collectives(module: Module) -> set[str]:
             reaching.add(name)
             unvisited += callers.get(name, ())
     return reaching
+
+
+def unread_starts(module: Module) -> tuple[str, ...]:
+    """Return the names of the starts on a TPU's SparseCore from which no collective can be reached."""
+    reaching = computations_with_collectives(module)
+    return tuple(
+        line.name
+        for lines in module.computations.values()
+        for line in lines
+        if line.opcode.endswith("-start") and _ON_SPARSE_CORE in line.rest and reaching.isdisjoint(callees(line))
+    )
+
+
+_ON_SPARSE_CORE = 'async_execution_thread="sparsecore"'
 
 
 def _with_caller(module: Module, name: str, caller: Instruction, callee: str, site: CollectiveSite) -> CollectiveSite:

@@ -101,7 +101,8 @@ def leaf_wire(wire: WireOptions, plan: LeafPlan) -> LeafWire:
     """
     is_floating = jnp.issubdtype(plan.dtype, jnp.floating)
     gather_dtype = wire.gather_dtype if plan.trainable and is_floating else None
-    return LeafWire(plan.dim, plan.tensor, plan.axes, gather_dtype, wire.scatter_dtype if is_floating else None)
+    scatter_dtype = wire.scatter_dtype if is_floating else None
+    return LeafWire(plan.dim, plan.tensor, plan.axes, gather_dtype, scatter_dtype, plan.trainable)
 
 
 def all_reduce_grads(

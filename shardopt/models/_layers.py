@@ -16,6 +16,7 @@ from shardopt import nn
 from shardopt.mesh import device_kind_or_default
 from shardopt.nn._attention import masked_attention
 from shardopt.nn._low_precision import Precision
+from shardopt.nn._low_rank import Weight
 
 Tree = TypeVar("Tree")
 
@@ -33,8 +34,12 @@ class KVCache(NamedTuple):
 
 
 def cast(tree: Tree, dtype: DTypeLike | None) -> Tree:
-    """Return weights in the dtype in which a model computes; None keeps the dtype of each weight."""
-    return tree if dtype is None else jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
+    """Return weights in the dtype in which a model computes; None keeps the dtype of each weight. Keys stay as they are."""
+
+    def cast_leaf(leaf: Array) -> Array:
+        return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    return tree if dtype is None else jax.tree.map(cast_leaf, tree)
 
 
 @jax.checkpoint
@@ -117,7 +122,7 @@ def places(length: int, positions: Int[Array, "B T"] | None, order: Int[Array, "
 
 
 def attention(
-    weights: dict[str, Array],
+    weights: dict[str, Weight],
     x: Float[Array, "B T D"],
     *,
     rope_base: float,
@@ -163,7 +168,7 @@ def attention(
 
 
 def grouped_attention(
-    weights: dict[str, Array],
+    weights: dict[str, Weight],
     x: Float[Array, "B T D"],
     *,
     rope_base: float | None,
@@ -195,7 +200,7 @@ def grouped_attention(
 
 
 def swiglu(
-    weights: dict[str, Array], x: Float[Array, "B T D"], *, precision: Precision | None = None
+    weights: dict[str, Weight], x: Float[Array, "B T D"], *, precision: Precision | None = None
 ) -> Float[Array, "B T D"]:
     """Return silu(x @ gate) * (x @ up) @ down; `weights` holds "up" [D, 2, F] (gate first) and "down" [F, D].
 
@@ -218,7 +223,7 @@ def _split_parts(x: Array) -> list[Array]:
 
 
 @functools.partial(jax.checkpoint, static_argnums=(0,))
-def _gated_down(precision: Precision | None, gate: Array, up: Array, down: Array) -> Array:
+def _gated_down(precision: Precision | None, gate: Array, up: Array, down: Weight) -> Array:
     """Return silu(gate) * up @ down; the backward pass stores gate and up, and recomputes the input of the product."""
     return nn.quantized_einsum("btf,fd->btd", jax.nn.silu(gate) * up, down, precision=precision)
 

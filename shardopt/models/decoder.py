@@ -1,4 +1,4 @@
-"""One decoder described by data: it can be a Llama, Mistral, Qwen, Gemma, Phi, OLMo, GPT-2 or DeepSeek."""
+"""One decoder described by data: it can be a Llama, Mistral, Qwen, Gemma, Phi, OLMo, GPT-2, GPT-OSS or DeepSeek."""
 
 import functools
 import math

@@ -14,19 +14,21 @@ from jaxtyping import Array, Float
 from shardopt.core._errors import format_error
 from shardopt.core._types import wide_dtype
 from shardopt.mesh import device_kind_or_default
+from shardopt.nn._low_rank import LowRank
 
 Precision = Literal["int8", "fp8"]
 
 
 def quantized_einsum(
-    subscripts: str, x: Float[Array, "..."], weight: Float[Array, "..."], *, precision: Precision | None
+    subscripts: str, x: Float[Array, "..."], weight: Float[Array, "..."] | LowRank, *, precision: Precision | None
 ) -> Float[Array, "..."]:
     """Return `jnp.einsum(subscripts, x, weight)` of activations and a weight, multiplied in 8 bits, with gradients.
 
     Args:
       subscripts: of two operands, such as "btd,dhk->bthk". Dims of both operands are summed; all others are in the result.
       x: activations.
-      weight: in the dtype of the product without quantisation.
+      weight: in the dtype of the product without quantisation. A weight with an adapter (`shardopt.adapters`) adds the
+        product of x and the adapter, which is not quantised.
       precision: "int8" (TPU v5e, v5p, v6e, GPU) or "fp8" (TPU 7x; GPU from Hopper). On CPU the rounded numbers are multiplied in
         float32. None: `jnp.einsum`.
 
@@ -68,6 +70,9 @@ def quantized_einsum(
       (SwitchBack: rows of x and g, the whole of w; the product over tokens keeps its precision). Micikevicius et al., "FP8
       Formats for Deep Learning", 2022 (e4m3 forwards, e5m2 backwards).
     """
+    if isinstance(weight, LowRank):
+        product = quantized_einsum(subscripts, x, weight.base, precision=precision)
+        return product + weight.einsum(x, parse_subscripts(subscripts)).astype(product.dtype)
     if precision is None:
         return jnp.einsum(subscripts, x, weight)
     check_precision("quantized_einsum", precision)

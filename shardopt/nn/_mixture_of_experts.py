@@ -22,6 +22,7 @@ from shardopt.core._types import wide_dtype
 from shardopt.mesh import axes_of_role, is_analysed, mesh_under_trace
 from shardopt.nn._dispatch import combine, plan_exchange, send, sorted_by_expert, spread
 from shardopt.nn._grouped_product import grouped_product
+from shardopt.nn._low_rank import as_array
 from shardopt.nn._order import CONTEXT
 from shardopt.nn._router import RouterStatistics, Routing, Score, dense_weights, route
 from shardopt.partition._plan import EXPERT
@@ -131,6 +132,8 @@ def mixture_of_experts(
       equations 12 to 16.
     """
     E = router.shape[-1]
+    weights = {name: as_array(weight) for name, weight in weights.items()}
+    shared = shared and {name: as_array(weight) for name, weight in shared.items()}
     routing = Routing(top_k, score, normalize, groups, scale, capacity_factor)
     with calling("mixture_of_experts"):
         _check_arrays(weights, x, router, shared, (bias, router_bias))

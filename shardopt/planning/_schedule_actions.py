@@ -20,6 +20,7 @@ from shardopt.hlo._walk import (
     computations_with_collectives,
     crosses_slices,
     trip_count,
+    unread_starts,
 )
 from shardopt.pipeline import Schedule
 from shardopt.planning._attention_kernels import KERNELS, splash_flops
@@ -93,6 +94,8 @@ class Reader:
 
     def __post_init__(self) -> None:
         self.sending = computations_with_collectives(self.program.module)
+        if unread := unread_starts(self.program.module):
+            self.assumed["SparseCore start without a collective, counted as nothing"] = len(unread)
 
     def read(self, name: str) -> tuple[Action, ...]:
         """Return the actions of a computation, in the order of its schedule."""

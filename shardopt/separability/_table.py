@@ -166,6 +166,12 @@ def _iota(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     return [site.unknown("position") if site.params["dimension"] in differing_dims(site.result_shapes()) else Same()]
 
 
+def _constant(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+    """Return the number of the platform, which is one for all pieces: `jnp.diag` and `platform_dependent` branch on it."""
+    del site, relations
+    return [Same()]
+
+
 def _identities(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     """Return each operand unchanged."""
     del site
@@ -254,6 +260,7 @@ TABLE: dict[str, Rule] = {
     **_rules(Rule(_fold_in, raw=True), "random_fold_in"),
     **_rules(Rule(_threefry, raw=True), "threefry2x32"),
     **_rules(Rule(_iota, frozenset(["shape"])), "iota"),
+    **_rules(Rule(_constant), "platform_index"),
     **_rules(Rule(_identities, raw=True), "optimization_barrier device_put"),
     **_rules(Rule(_no_results, frozenset(["callback", "effect"]), raw=True), "debug_callback debug_print"),
     **_rules(Rule(_any_of_scalar, accepts=MOVABLE), "unvmap_any unvmap_all"),

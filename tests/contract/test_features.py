@@ -115,6 +115,21 @@ def test_frozen_leaves_are_not_trained_and_batch_statistics_can_be_updated(strat
     assert not np.allclose(state.params["w"], PARAMS["w"])
 
 
+def test_gradients_of_frozen_leaves_are_not_sent(mesh_of):
+    model = so.BlockModel(
+        embed=lambda outer, batch: batch,
+        block=lambda w, x: jnp.tanh(x @ (w["base"] + w["a"] @ w["b"])),
+        loss=lambda outer, x, batch: jnp.mean(x**2),
+    )
+    params = {"blocks": {"base": jnp.ones((3, 8, 8)), "a": jnp.ones((3, 8, 4)), "b": jnp.ones((3, 4, 8))}}
+    opt = so.fsdp(optax.sgd(0.1), mesh_of(data=4), model, frozen=["base$"], min_shard_elements=1)
+    state = opt.init(params)
+    program = so.audit(opt.step, state, np.ones((8, 8), np.float32))
+    sent = [(c.kind, c.bytes) for c in program.collectives if c.kind in ("all-gather", "reduce-scatter", "all-to-all")]
+    # the joined shards of base, a and b are gathered; only the gradients of a and b are summed
+    assert set(sent) == {("all-gather", 4 * (64 + 32 + 32)), ("reduce-scatter", 4 * (32 + 32))}
+
+
 def test_batch_statistics_of_nnx_live_in_frozen_leaves(mesh_of):
     class Net(nnx.Module):
         def __init__(self, rngs):

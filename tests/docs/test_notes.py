@@ -1,6 +1,7 @@
 """The notes: dates and versions are those of the results files, and scripts print the tables that the notes show."""
 
 import importlib
+import importlib.metadata
 import json
 import os
 import re
@@ -30,6 +31,22 @@ def test_a_note_has_the_date_and_the_versions_of_each_results_file():
         assert date == record["date"], name
         assert re.fullmatch(r"[0-9a-f]{7}", commit), name
         assert versions == f"jax {record['versions']['jax']}, Python {record['versions']['python']}", name
+
+
+@pytest.mark.parametrize("name", ["maxtext", "experts", "long_rows", "predictions", "tpu_compiler", "pipelines"])
+def test_a_note_with_compiled_tables_names_the_libtpu(name):
+    text = " ".join((ROOT / "docs" / "notes" / f"{name}.md").read_text().split())
+    assert re.search(r"libtpu (0\.0\.\d+|of jax)|its libtpu; other tables of that week have 0\.0\.\d+", text)
+
+
+def test_planning_says_which_libtpu_the_extra_installs():
+    (pin,) = {
+        match[1]
+        for line in importlib.metadata.requires("jax") or ()
+        if (match := re.match(r"libtpu==([\d.]+)\.\*;", line))
+    }
+    text = " ".join((ROOT / "docs" / "planning.md").read_text().split())
+    assert re.search(rf"{re.escape(pin)}(\.\d+)? with (jax )?{re.escape(importlib.metadata.version('jax'))}", text)
 
 
 GUIDES = ["benchmarks", "blocks", "data_parallel", "experts", "failures", "losses", "planning"]

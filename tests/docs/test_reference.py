@@ -11,6 +11,7 @@ from support.paths import ROOT
 
 import shardopt
 from shardopt import (
+    adapters,
     checkpoint,
     data,
     errors,
@@ -30,6 +31,7 @@ from shardopt.models import decoder, gpt, moe
 
 ROOMS = {
     "": (shardopt, shardopt.__all__),
+    "adapters.": (adapters, adapters.__all__),
     "checkpoint.": (checkpoint, checkpoint.__all__),
     "data.": (data, data.__all__),
     "errors.": (errors, errors.__all__),

@@ -69,7 +69,8 @@ CONSTRUCTION = [
         lambda: so.ddp(TX, Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model")), square),
         ValueError,
         "ddp: mesh axis 'model' (size 2) is above 1, but nothing is split over it.\n"
-        "Fix: use the axes data, tensor, pipeline, context, expert, replica, or say what it is: axes=so.Axes(data='model').",
+        "Fix: use the axes data, tensor, pipeline, context, expert, replica, or say what it is: "
+        "axes=so.Axes(data=('data', 'model')), or tensor='model'.",
     ),
     (
         lambda: so.ddp(TX, 8, square),

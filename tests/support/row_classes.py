@@ -975,6 +975,7 @@ ORDINARY = {
     "decayed": lambda p, b: jnp.mean(errors(p, b)) + 1e-2 * sum(jnp.sum(w**2) for w in jax.tree.leaves(p)),
     "vmapped": lambda p, b: jnp.mean(jax.vmap(lambda x, y: jnp.sum((jnp.tanh(x @ p["w"]) - y) ** 2))(b["x"], b["y"])),
     "two means": lambda p, b: jnp.mean(errors(p, b)) + 0.1 * jnp.mean(hidden(p, b) ** 2),
+    "diagonals": lambda p, b: jnp.mean(errors(p, b)) + jnp.sum(jnp.diag(p["square"]) ** 2),
     "with metrics": lambda p, b: (jnp.mean(errors(p, b)), {
         "accuracy": jnp.mean(hidden(p, b).argmax(-1) == b["label"]),
         "seen": so.Sum(jnp.sum(b["mask"])),

@@ -5,7 +5,8 @@ import math
 import pytest
 from support.paths import PROGRAMS
 
-from shardopt.hlo import audit
+from shardopt.hlo import Expected, audit
+from shardopt.planning import HARDWARE, step_seconds
 
 pytestmark = pytest.mark.fast
 
@@ -47,6 +48,42 @@ def test_fsdp_on_an_accelerator(platform, itemsize):
     assert activations == {("tensor",): (16, 16 * 8 * 1024 * 4, 16 * 8 * 1024 * 4)}
     assert any(one.asynchronous for one in found.collectives)
     assert not all(one.asynchronous for one in found.collectives)
+
+
+LIBTPUS = ("0.0.42", "0.0.50.1", "0.0.52")
+
+
+@pytest.mark.parametrize("libtpu", LIBTPUS)
+def test_collectives_on_the_sparse_core_of_every_libtpu(libtpu):
+    found = read(f"v6e_sparse_core_{libtpu}", {"data": 16})
+    size = 4096 * 1024 * 2
+    assert [(one.kind, one.bytes, one.wire_bytes, one.loops, one.asynchronous) for one in found.collectives] == [
+        ("all-gather", size, size * 15 // 16, (3,), True),
+        ("reduce-scatter", size, size * 15 // 16, (3,), True),
+        ("all-reduce", 2, 4, (), False),
+    ]
+    assert found.unread == ()
+    step = step_seconds((PROGRAMS / f"v6e_sparse_core_{libtpu}.hlo").read_text(), mesh={"data": 16}, hardware="v6e")
+    # over both axes of the torus, and nothing to overlap with
+    assert step.exposed == pytest.approx(found.total_wire_bytes / (2 * HARDWARE["v6e"].link_bandwidth))
+    assert not any("SparseCore" in note for note in step.notes)
+
+
+@pytest.mark.parametrize("libtpu", LIBTPUS)
+def test_a_sparse_core_start_without_a_collective_is_reported(libtpu):
+    text = (PROGRAMS / f"v6e_sparse_core_{libtpu}.hlo").read_text()
+    hidden = text.replace("to_apply=%called_computation", "another_key=%called_computation")
+    hidden = hidden.replace("called_computations={", "another_key={")
+    found = audit(hidden, mesh={"data": 16})
+    assert [one.kind for one in found.collectives] == ["all-reduce"]
+    assert [name.partition(".")[0] for name in found.unread] == ["all-gather", "reduce-scatter"]
+    line = f"{found.unread[0]}: starts work on the SparseCore in which no collective was found"
+    assert line in str(found)
+    with pytest.raises(AssertionError, match=r"does not send what it was meant to \(2 differences\)") as caught:
+        found.check([Expected("all-reduce", "data", 2)])
+    assert line in str(caught.value)
+    step = step_seconds(hidden, mesh={"data": 16}, hardware="v6e")
+    assert "assumed: 2 x SparseCore start without a collective, counted as nothing" in step.notes
 
 
 def program(*lines, more="", partitions=8):

@@ -2,12 +2,14 @@
 
 python make.py tpu v5e:2x4       needs `pip install libtpu`
 python make.py slices v5e:2x4    likewise
+python make.py sparse v6e:4x4    likewise, with jax 0.11 or later; once for each libtpu
 python make.py gpu               needs `pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt` of jaxlib's version
 """
 
 import os
 import re
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -97,13 +99,42 @@ def two_slices(topology):
     return opt.step.lower(state, jax.ShapeDtypeStruct((64, 512), jnp.float32))
 
 
+def sparse_core(topology):
+    """A weight of 4096 x 1024, gathered and its gradient scattered in each of 3 turns, on the SparseCore; and a sum."""
+    from shardopt.planning import topology_devices
+
+    mesh = so.make_mesh(data=16, devices=topology_devices(topology))
+
+    def program(w, x):
+        def turn(carry, _):
+            whole = lax.all_gather(jnp.sin(carry), "data", tiled=True)
+            return lax.psum_scatter(x.T @ jnp.tanh(x @ whole), "data", tiled=True), None
+
+        w, _ = lax.scan(turn, w, None, length=3)
+        return w, lax.psum(jnp.sum(w), "data")
+
+    sharded = P("data")
+    mapped = jax.shard_map(program, mesh=mesh, in_specs=(sharded, sharded), out_specs=(sharded, P()), check_vma=False)
+    shapes = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, sharded))
+        for shape in ((4096, 1024), (4096, 4096))
+    ]
+    return jax.jit(mapped, compiler_options=dict(so.compiler_options(mesh))).lower(*shapes)
+
+
+_READ = (
+    r'"known_trip_count":\{.*?\}|"is_sync":\w+|"async_collective_fusion_config":\{.*?\}'
+    r'|"estimated_cycles":"\d+"|"emitter":".*?"|"offload":"\w+"'
+)
+
+
 def trimmed(text):
     """Leave out what no audit reads: source positions, names of other instructions' origin, tuning results."""
     text = re.sub(r"\n\nFileNames.*?\n\n\n", "\n\n", text, flags=re.DOTALL)
     lines = []
     for line in text.splitlines():
         head, _, config = line.partition(", backend_config=")
-        kept = re.findall(r'"known_trip_count":\{.*?\}|"is_sync":\w+|"async_collective_fusion_config":\{.*?\}', config)
+        kept = re.findall(_READ, config)
         if kept and "is_sync" in kept[0]:
             kept = [f'"collective_backend_config":{{{kept[0]}}}']
         name = re.search(r'op_name="(.*?)"', head)
@@ -117,6 +148,10 @@ def trimmed(text):
 if __name__ == "__main__" and sys.argv[1] == "slices":
     text = two_slices(sys.argv[2]).compile().as_text()
     Path(__file__).with_name(f"{sys.argv[2].split(':')[0]}_two_slices.hlo").write_text(trimmed(text))
+elif __name__ == "__main__" and sys.argv[1] == "sparse":
+    text = sparse_core(sys.argv[2]).compile().as_text()
+    name = f"{sys.argv[2].split(':')[0]}_sparse_core_{version('libtpu')}.hlo"
+    Path(__file__).with_name(name).write_text(trimmed(text))
 elif __name__ == "__main__":
     platform, topology = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "h100:1x1x8"
     options = {"xla_gpu_autotune_level": "0"} if platform == "gpu" else {}

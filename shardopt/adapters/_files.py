@@ -1,0 +1,120 @@
+"""Adapters in a folder: A and B as safetensors, and a hash of the base that they were trained on."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from shardopt.checkpoint._blob import on_host
+from shardopt.core._errors import error_text, plural
+from shardopt.core._extras import require
+from shardopt.core._types import PyTree, leaves_with_paths
+from shardopt.nn._low_rank import FACTORS
+from shardopt.runtime._files import write_atomic
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def save_adapters(folder: Path, params: PyTree, settings: dict[str, object]) -> None:
+    """Write A and B and the settings; all processes take part, and the first one writes. The settings are written last."""
+    require("safetensors", extra="huggingface")
+    from safetensors.numpy import save_file
+
+    tensors = {path: np.ascontiguousarray(on_host(leaf)) for path, leaf in _factors(params)}
+    settings = settings | {"base_hash": base_hash(params)}
+    if jax.process_index() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG).unlink(missing_ok=True)
+        unfinished = folder / f"{WEIGHTS}.unfinished"
+        save_file(tensors, unfinished)
+        unfinished.replace(folder / WEIGHTS)
+        write_atomic(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"adapters in {folder}")
+
+
+def load_adapters(folder: Path, params: PyTree, settings: dict[str, object]) -> PyTree:
+    """Return the parameters with A and B of a folder, in the placement and dtype of A and B in `params`."""
+    require("safetensors", extra="huggingface")
+    from safetensors.numpy import load_file
+
+    if not (folder / CONFIG).exists():
+        problem = f"{folder} has no {CONFIG}, so it holds no adapters, or saving them did not finish."
+        raise FileNotFoundError(error_text(problem, fix="give the folder that save wrote."))
+    stored_settings = json.loads((folder / CONFIG).read_text())
+    stored_hash = stored_settings.pop("base_hash")
+    different = [
+        f"{name}: {stored_settings.get(name)!r} in the folder, {settings.get(name)!r} here"
+        for name in sorted({*settings, *stored_settings})
+        if stored_settings.get(name) != settings.get(name)
+    ]
+    if different:
+        raise ValueError(error_text("the adapters were trained with other settings.", different, "use their settings."))
+    if stored_hash != base_hash(params):
+        problem = f"the adapters were trained on another base: its hash was {stored_hash}."
+        raise ValueError(error_text(problem, fix="load the frozen parameters that they were trained on."))
+    tensors = load_file(folder / WEIGHTS)
+    expected = {path: leaf.shape for path, leaf in _factors(params)}
+    misfits = [
+        f"{path}: {tensors[path].shape if path in tensors else 'absent'} in the folder, {expected.get(path, 'absent')} here"
+        for path in sorted(tensors.keys() | expected.keys())
+        if path not in tensors or tensors[path].shape != expected.get(path)
+    ]
+    if misfits:
+        problem = f"{plural(len(misfits), 'tensor')} of the folder do not fit."
+        raise ValueError(error_text(problem, misfits, "use the targets and the rank of the adapters in the folder."))
+    loaded = [_placed(tensors[path], leaf) if path in tensors else leaf for path, leaf in leaves_with_paths(params)]
+    return jax.tree.structure(params).unflatten(loaded)
+
+
+def base_hash(params: PyTree) -> str:
+    """Return a hash of all leaves but A and B. It does not depend on how they are sharded."""
+    digest = hashlib.sha256()
+    for path, leaf in leaves_with_paths(params):
+        if path.rpartition("/")[2] not in FACTORS:
+            sums = np.asarray(_sums(jnp.asarray(leaf)))
+            digest.update(f"{path} {leaf.dtype} {leaf.shape} {sums[0]} {sums[1]}\n".encode())
+    return digest.hexdigest()[:32]
+
+
+def _factors(params: PyTree) -> Iterator[tuple[str, jax.Array]]:
+    return ((path, leaf) for path, leaf in leaves_with_paths(params) if path.rpartition("/")[2] in FACTORS)
+
+
+def _placed(tensor: np.ndarray, leaf: jax.Array) -> jax.Array:
+    tensor = tensor.astype(leaf.dtype)
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        return jnp.asarray(tensor)
+    return jax.make_array_from_callback(tensor.shape, sharding, lambda index: tensor[index])
+
+
+@jax.jit
+def _sums(leaf: jax.Array) -> jax.Array:
+    """Return two sums of the leaf's bits, each number times an odd factor that depends on its position, modulo 2^32.
+
+    Sums of integers do not depend on their order. So shards are summed where they are.
+    """
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    if leaf.dtype == bool:
+        leaf = leaf.astype(jnp.uint8)
+    width = min(leaf.dtype.itemsize, 4)
+    bits = jax.lax.bitcast_convert_type(leaf, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[width]).astype(jnp.uint32)
+    position = jnp.zeros(bits.shape, jnp.uint32)
+    for dim, size in enumerate(bits.shape):
+        position = position * jnp.uint32(size % 2**32) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
+    factors = [_mixed(position ^ jnp.uint32(seed)) | jnp.uint32(1) for seed in (0, 0x9E3779B9)]
+    return jnp.stack([jnp.sum((bits + jnp.uint32(1)) * factor, dtype=jnp.uint32) for factor in factors])
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """Return 32 bits mixed as in MurmurHash3 (Appleby, 2011)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)

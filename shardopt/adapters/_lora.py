@@ -1,0 +1,361 @@
+"""`lora`: train a small product of two matrices on top of frozen weights."""
+
+import dataclasses
+import os
+import re
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from shardopt.adapters._files import load_adapters, save_adapters
+from shardopt.adapters._quantized_weight import Base, QuantizedWeight, check_base, quantize
+from shardopt.core._arguments import check_count, check_number
+from shardopt.core._block_model import BLOCKS, BlockModel, LossFn, as_block_model, takes_rng
+from shardopt.core._errors import calling, error_text, plural
+from shardopt.core._types import PyTree, Rules, path_text
+from shardopt.nn._low_rank import FACTORS, LowRank, low_rank_shapes
+from shardopt.optimizers import Matrix
+from shardopt.optimizers._matrices import Matrices, check_matrices
+from shardopt.partition._rules import check_rules
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """A model with adapters. `lora` makes it; the attributes are arguments of a strategy.
+
+    Attributes:
+      model: the `BlockModel` or loss function of parameters with adapters.
+      targets: regexes of the weights that have adapters.
+      rank: the rank of A B.
+      alpha: the factor of A B is alpha / rank.
+      dropout: the probability with which a component of the input of A is 0 in training.
+      base: the form of frozen weights that have adapters.
+      matrices: the `Matrix` of weights with more than two dims.
+      base_rules: the tensor rules of the model without adapters.
+    """
+
+    model: LossFn
+    targets: tuple[re.Pattern[str], ...]
+    rank: int
+    alpha: float
+    dropout: float
+    base: Base
+    matrices: Matrices
+    base_rules: Sequence[tuple[re.Pattern[str], PartitionSpec]]
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Regexes for `frozen=` of a strategy: all leaves but A and B."""
+        return (rf"^(?!(?:.*/)?(?:{'|'.join(FACTORS)})$)",)
+
+    @property
+    def rules(self) -> Rules:
+        """Rules for `rules=` of a strategy: base weights as without adapters, A as the input of its weight, B as its output."""
+        return self._spec_of_leaf
+
+    @calling("lora")
+    def init(self, params: PyTree, rng: jax.Array, *, dtype: DTypeLike = jnp.float32) -> PyTree:
+        """Return parameters with adapters; A is random and B is 0, so the model computes the same as before.
+
+        It can run under `jax.jit` and `jax.eval_shape`.
+
+        Args:
+          params: the parameters of the model. No leaf is copied, but targets are quantised if `base` says so.
+          rng: a random key. A depends on it and on the key path of its weight alone.
+          dtype: the dtype of A and B.
+
+        Returns:
+          The same tree, with a `LowRank` in the place of each target. Its leaves end in "/base", "/lora_a" and "/lora_b".
+
+        Raises:
+          ValueError: if a target matches no weight, or a weight that is not floating or has no `Matrix`. If a rule matches no
+            leaf. If base is "nf4" and the last dim of a weight is odd.
+        """
+        paths_and_leaves, treedef = jax.tree.flatten_with_path(params)
+        paths = [path_text(path) for path, _ in paths_and_leaves]
+        matrix_of_path = self._check_targets(paths, [leaf for _, leaf in paths_and_leaves])
+
+        def adapted(path: str, leaf: Any) -> Any:
+            if path not in matrix_of_path:
+                return leaf
+            rows, columns = _negative_dims(matrix_of_path[path], leaf.ndim)
+            a_shape, b_shape, num_rows = low_rank_shapes(leaf.shape, rows, columns, self.rank)
+            # as torch's kaiming_uniform_(a=sqrt(5)), which peft uses
+            bound = num_rows**-0.5
+            key = jax.random.fold_in(rng, zlib.crc32(path.encode()))
+            lora_a = jax.random.uniform(key, a_shape, dtype, -bound, bound)
+            return LowRank(
+                quantize(leaf, self.base),
+                lora_a,
+                jnp.zeros(b_shape, dtype),
+                rows=rows,
+                columns=columns,
+                scale=self.alpha / self.rank,
+                dropout=self.dropout,
+            )
+
+        leaves = [leaf for _, leaf in paths_and_leaves]
+        return treedef.unflatten([adapted(path, leaf) for path, leaf in zip(paths, leaves, strict=True)])
+
+    def merge(self, params: PyTree) -> PyTree:
+        """Return parameters without adapters: each weight is W + alpha / rank A B, in the dtype of W.
+
+        Sharded parameters stay sharded: run it under `jax.jit`.
+        """
+        return _map_nodes(lambda node: _with_float_base(node).merged(), params)
+
+    def without_adapters(self, params: PyTree) -> PyTree:
+        """Return the parameters of the base model, as floats. For DPO this is the reference model."""
+        return _map_nodes(lambda node: _with_float_base(node).base, params)
+
+    @calling("lora.save")
+    def save(self, folder: str | os.PathLike[str], params: PyTree) -> None:
+        """Write A and B, the settings, and a hash of the base. On several processes all call it, and the first one writes.
+
+        Args:
+          folder: it is created if it does not exist. An interrupted save leaves nothing that `load` accepts.
+          params: parameters with adapters, on one device or sharded.
+
+        Raises:
+          ModuleNotFoundError: if safetensors is not installed.
+        """
+        save_adapters(Path(folder), params, self._settings())
+
+    @calling("lora.load")
+    def load(self, folder: str | os.PathLike[str], params: PyTree) -> PyTree:
+        """Return parameters with A and B of a folder, placed as A and B of `params`.
+
+        Args:
+          folder: a folder that `save` wrote, on any mesh.
+          params: parameters with adapters, as `init` returns them, or as a state holds them.
+
+        Raises:
+          ModuleNotFoundError: if safetensors is not installed.
+          FileNotFoundError: if the folder holds no adapters.
+          ValueError: if the adapters were trained with other settings or on another base.
+        """
+        return load_adapters(Path(folder), params, self._settings())
+
+    def _settings(self) -> dict[str, object]:
+        return {"rank": self.rank, "alpha": self.alpha, "base": self.base}
+
+    def _check_targets(self, paths: list[str], leaves: list[Any]) -> dict[str, Matrix]:
+        matrices, matrix_of_path, problems = check_matrices(self.matrices), {}, []
+        for path, leaf in zip(paths, leaves, strict=True):
+            if not any(target.search(path) for target in self.targets):
+                continue
+            stacked = as_block_model(self.model) is not None and path.startswith(f"{BLOCKS}/")
+            default = Matrix() if leaf.ndim == 2 + stacked else None
+            matrix = next((matrix for pattern, matrix in matrices or () if pattern.search(path)), default)
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+                problems.append(f"{path}: dtype {leaf.dtype} is not floating")
+            elif matrix is None:
+                problems.append(f"{path}: shape {leaf.shape} has no Matrix that says which dims are rows")
+            elif self.base == "nf4" and leaf.shape[-1] % 2:
+                problems.append(f"{path}: shape {leaf.shape}, base='nf4' stores pairs along the last dim, which is odd")
+            else:
+                matrix_of_path[path] = matrix
+        known = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
+        for name, patterns in (("target", self.targets), ("rule", [pattern for pattern, _ in self.base_rules])):
+            problems += [
+                f"{name} {pattern.pattern!r} matches no parameter, such as: {known}"
+                for pattern in patterns
+                if not any(pattern.search(path) for path in paths)
+            ]
+        if problems:
+            fix = "match weights with targets, leave vectors out, and describe other weights with matrices=."
+            raise ValueError(error_text(f"{plural(len(problems), 'problem')} with the targets.", problems, fix))
+        return matrix_of_path
+
+    def _spec_of_leaf(self, path: str, shape: tuple[int, ...]) -> PartitionSpec | None:
+        """Return the spec of a leaf of one block; see `Rules`."""
+        weight_path, leaf_name = _split_path(path)
+        spec = next((spec for pattern, spec in self.base_rules if pattern.search(weight_path)), None)
+        if spec is None or leaf_name in ("", "base", "base/codes"):
+            return spec
+        if leaf_name == "base/scales":  # the groups of the last dim need not divide over tensor
+            return PartitionSpec(*tuple(spec)[: len(shape) - 1])
+        matrix = next(
+            (matrix for pattern, matrix in check_matrices(self.matrices) or () if pattern.search(weight_path)), None
+        )
+        dims_of_side = [(dims,) if isinstance(dims, int) else tuple(dims) for dims in matrix or Matrix()]
+        num_rows, num_columns = map(len, dims_of_side)
+        ndim = len(shape) - 1 + (num_columns if leaf_name == "lora_a" else num_rows)
+        rows, columns = _negative_dims(matrix or Matrix(), ndim + self._is_stacked(weight_path))
+        entries = (*spec, *[None] * (ndim - len(spec)))
+        counting = [entries[dim] for dim in range(-ndim, 0) if dim not in rows + columns]
+        if leaf_name == "lora_a":
+            return PartitionSpec(*counting, *(entries[dim] for dim in rows), None)
+        return PartitionSpec(*counting, None, *(entries[dim] for dim in columns))
+
+    def _is_stacked(self, path: str) -> bool:
+        return as_block_model(self.model) is not None and path.startswith(f"{BLOCKS}/")
+
+
+@calling("lora")
+def lora(
+    model: LossFn,
+    *,
+    rank: int,
+    targets: Sequence[str | re.Pattern[str]],
+    alpha: float | None = None,
+    dropout: float = 0.0,
+    base: Base = "float",
+    matrices: Matrices = None,
+    rules: Sequence[tuple[str | re.Pattern[str], PartitionSpec]] = (),
+    low_rank_products: bool = False,
+) -> Lora:
+    """Add adapters to a model: each target W becomes W + alpha / rank A B, and only A and B are trained.
+
+    Args:
+      model: a `BlockModel`, or a loss function `(params, batch) -> loss` of any pytree.
+      rank: the number of columns of A and of rows of B.
+      targets: regexes that are searched in the key paths of the parameters. Each leaf that matches has an adapter.
+      alpha: the factor of A B is alpha / rank; None is `rank`, so that the factor is 1.
+      dropout: the probability with which a component of the input of A is 0 in training. It needs `low_rank_products`.
+      base: how targets are stored and gathered. "float" leaves them as they are. "int8" and "nf4" take 8 and
+        4 bits for each number and 32 bits for each scale. They are turned into floats where a block uses them.
+      matrices: `[(regex, so.optimizers.Matrix), ...]` for targets with more dims than a matrix, such as `gpt.matrices`.
+      rules: the tensor rules of the model without adapters, such as `gpt.rules`.
+      low_rank_products: whether the model multiplies its stacked targets by `so.nn.quantized_einsum` alone, as the models
+        of `shardopt.models` do. A step then computes x W + alpha / rank (x A) B, and never the gradient of W. Otherwise it
+        computes W + alpha / rank A B first, for each block, which is exact for every model.
+
+    Returns:
+      A `Lora`.
+
+    Raises:
+      TypeError: if rank is not an integer, or rules are not a list.
+      ValueError: if a number is out of range, a regex does not compile, `base` is unknown, or dropout is asked for without
+        `low_rank_products`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, shardopt as so
+      >>> from shardopt.adapters import lora
+      >>> loss_fn = lambda params, batch: jnp.mean((batch["x"] @ params["up"] @ params["down"] - batch["y"]) ** 2)
+      >>> adapted = lora(loss_fn, rank=2, targets=["up", "down"])
+      >>> params = adapted.init({"up": jnp.ones((4, 8)), "down": jnp.ones((8, 1))}, jax.random.key(0))
+      >>> opt = so.fsdp(optax.adam(1e-2), so.make_mesh(data=1), adapted.model, frozen=adapted.frozen, rules=adapted.rules)
+      >>> state, metrics = opt.step(opt.init(params), {"x": jnp.ones((2, 4)), "y": jnp.ones((2, 1))})
+      >>> adapted.merge(state.params)["up"].shape
+      (4, 8)
+
+    **Equivalence**: the step equals training A and B on one device with the same `base`, for every strategy and mesh, up to
+    summation order. With dropout, each device draws its own mask from the random key of the step.
+
+    **Placement**: A is sharded over tensor as the input of its weight, and B as its output. Over data all leaves are placed
+    as other leaves. Frozen leaves have no gradient and no optimizer state.
+
+    **Communication**: frozen weights are gathered block by block, in the bytes of `base`. Only gradients of A and B are
+    reduced.
+
+    References:
+      Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021. Dettmers, Pagnoni, Holtzman and Zettlemoyer,
+      "QLoRA: Efficient Finetuning of Quantized LLMs", 2023 (nf4 in blocks of 64; scales are not quantised here).
+    """
+    check_count("rank", rank)
+    alpha = float(rank) if alpha is None else alpha
+    check_number("alpha", alpha, positive=True)
+    check_number("dropout", dropout, below=1)
+    check_base(base)
+    if dropout and not low_rank_products:
+        fix = "set low_rank_products=True if the model uses so.nn.quantized_einsum, or leave dropout out."
+        raise ValueError(error_text("dropout acts on the input of A, which a merged weight does not have.", fix=fix))
+    if callable(rules):
+        raise TypeError(error_text("rules must be [(regex, PartitionSpec), ...], got a function."))
+    check_matrices(matrices)
+    adapted = Lora(
+        model,
+        _compiled(targets),
+        rank,
+        alpha,
+        dropout,
+        base,
+        matrices,
+        cast(Sequence[tuple[re.Pattern[str], PartitionSpec]], check_rules(rules)),
+    )
+    return dataclasses.replace(adapted, model=_adapted_model(model, adapted.targets, low_rank_products))
+
+
+def _compiled(targets: Sequence[str | re.Pattern[str]]) -> tuple[re.Pattern[str], ...]:
+    if isinstance(targets, str) or not isinstance(targets, Sequence) or not targets:
+        raise TypeError(error_text(f"targets must be a list of regexes, got {targets!r}."))
+    try:
+        return tuple(re.compile(target) for target in targets)
+    except (re.error, TypeError) as error:
+        raise ValueError(error_text(f"a target is not a regular expression: {error}.")) from error
+
+
+def _adapted_model(model: LossFn, targets: tuple[re.Pattern[str], ...], low_rank_products: bool) -> LossFn:
+    block_model = as_block_model(model)
+    if block_model is None:
+        return _on_view(cast(Callable[..., Any], model), _merged_view)
+    block_view = _low_rank_view if low_rank_products else _merged_view
+    return BlockModel(
+        embed=_on_view(block_model.embed, _merged_view),
+        block=_on_view(block_model.block, block_view, needs_key=low_rank_products),
+        loss=_on_view(block_model.loss, _merged_view),
+        remat=block_model.remat,
+        tables=tuple(table for table in block_model.tables if not any(target.search(table) for target in targets)),
+    )
+
+
+def _on_view(
+    function: Callable[..., Any], view: Callable[..., PyTree], *, needs_key: bool = False
+) -> Callable[..., Any]:
+    """Return the function of parameters with adapters; it calls `function` with `view(params, rng)`."""
+    if not takes_rng(function) and not needs_key:
+        return lambda params, *args: function(view(params, None), *args)
+
+    def call_with_key(params: PyTree, *args: PyTree, rng: jax.Array | None = None) -> Any:
+        keys = {"rng": rng} if takes_rng(function) and rng is not None else {}
+        return function(view(params, rng), *args, **keys)
+
+    return call_with_key
+
+
+def _merged_view(params: PyTree, _: jax.Array | None) -> PyTree:
+    return _map_nodes(lambda node: _with_float_base(node).merged(), params)
+
+
+def _low_rank_view(params: PyTree, rng: jax.Array | None) -> PyTree:
+    """Return parameters whose targets are `LowRank` with a base of floats, and with a key of their own for dropout."""
+    nodes = [leaf for leaf in jax.tree.leaves(params, is_leaf=_is_low_rank) if _is_low_rank(leaf)]
+    if rng is None or not any(node.dropout for node in nodes):
+        return _map_nodes(_with_float_base, params)
+    keys = iter(jax.random.split(jax.random.fold_in(rng, _SALT), len(nodes)))
+    return _map_nodes(lambda node: dataclasses.replace(_with_float_base(node), key=next(keys)), params)
+
+
+_SALT = zlib.crc32(b"lora")
+
+
+def _is_low_rank(leaf: object) -> bool:
+    return isinstance(leaf, LowRank)
+
+
+def _map_nodes(function: Callable[[LowRank], Any], params: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: function(leaf) if _is_low_rank(leaf) else leaf, params, is_leaf=_is_low_rank)
+
+
+def _with_float_base(node: LowRank) -> LowRank:
+    if not isinstance(node.base, QuantizedWeight):
+        return node
+    return dataclasses.replace(node, base=node.base.dequantized())
+
+
+def _split_path(path: str) -> tuple[str, str]:
+    """Return the key path of a weight, and the rest of the path: "", "base", "base/codes", "lora_a" or another."""
+    match = re.fullmatch(r"(?:(.*?)/)?(base|base/codes|base/scales|lora_a|lora_b)", path)
+    return (match[1] or "", match[2]) if match else (path, "")
+
+
+def _negative_dims(matrix: Matrix, ndim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    _, rows, columns = matrix.order(ndim)
+    return tuple(dim - ndim for dim in rows), tuple(dim - ndim for dim in columns)

@@ -1,0 +1,393 @@
+"""Adapters: steps equal training A and B on one device, the base stays, and only small matrices have gradients."""
+
+import dataclasses
+import functools
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardopt as so
+from shardopt.adapters import lora
+from shardopt.adapters._quantized_weight import NF4, QuantizedWeight, quantize
+from shardopt.models import gpt, moe
+from shardopt.optimizers import Matrix
+
+CONFIG = gpt.GPTConfig(vocab_size=32, dim=16, num_layers=4, num_heads=2, max_length=8)
+TARGETS = ["attention/(qkv|out)$", "mlp/(up|down)$"]
+TX = optax.sgd(0.1, momentum=0.9)
+TOKENS = np.random.default_rng(0).integers(0, 32, (16, 9), np.int32)
+WEIGHTS = np.random.default_rng(1).uniform(size=(16, 8)).astype(np.float32)
+BATCH = {"tokens": TOKENS, "weights": WEIGHTS}
+
+MATRICES = (("wide", Matrix(rows=0, columns=(1, 2))),)
+
+
+def adapted_gpt(base="float", **options):
+    return lora(
+        gpt.model(CONFIG),
+        rank=2,
+        alpha=6,
+        targets=TARGETS,
+        base=base,
+        matrices=gpt.matrices,
+        rules=gpt.rules,
+        **options,
+    )
+
+
+def gpt_params(adapted):
+    """Parameters whose B is not 0, so that A has a gradient in the first step."""
+    params = adapted.init(gpt.init(CONFIG, jax.random.key(0)), jax.random.key(1))
+    nonzero = lambda path, leaf: (  # noqa: E731
+        leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape) if "lora_b" in str(path[-1]) else leaf
+    )
+    return jax.tree_util.tree_map_with_path(nonzero, params)
+
+
+def factors(params):
+    """Return key path -> A or B, on the host."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {
+        jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves if re.search("lora_[ab]$", str(path[-1]))
+    }
+
+
+@functools.cache
+def expected_factors(base):
+    """Return A and B after three steps of plain optax on one device, and the last loss."""
+    adapted = adapted_gpt()
+    params = gpt_params(adapted_gpt(base))
+    weights = adapted.without_adapters(params)
+    blocks = params["blocks"]
+    trained = {
+        (part, name): {"a": blocks[part][name].lora_a, "b": blocks[part][name].lora_b}
+        for part, names in {"attention": ("qkv", "out"), "mlp": ("up", "down")}.items()
+        for name in names
+    }
+    # written out for each weight: L blocks, D width, C parts, H heads, K width of a head, F hidden, r rank
+    products = {
+        ("attention", "qkv"): "lcdr,lcrhk->ldchk",
+        ("attention", "out"): "lhkr,lrd->lhkd",
+        ("mlp", "up"): "lcdr,lcrf->ldcf",
+        ("mlp", "down"): "lfr,lrd->lfd",
+    }
+
+    def loss_fn(trained):
+        merged = jax.tree.map(lambda x: x, weights)
+        for (part, name), pair in trained.items():
+            update = 3.0 * jnp.einsum(products[part, name], pair["a"], pair["b"])
+            merged["blocks"][part][name] = weights["blocks"][part][name] + update
+        loss = gpt.model(CONFIG).loss_fn(merged, BATCH)
+        return loss.total / loss.weight
+
+    opt_state = TX.init(trained)
+    for _ in range(3):
+        loss, grads = jax.value_and_grad(loss_fn)(trained)
+        updates, opt_state = TX.update(grads, opt_state)
+        trained = optax.apply_updates(trained, updates)
+    return trained, float(loss)
+
+
+MESHES = {
+    "fsdp": (so.fsdp, {"data": 8}),
+    "fsdp, tensor": (so.fsdp, {"data": 4, "tensor": 2}),
+    "ddp, tensor": (so.ddp, {"data": 2, "tensor": 2}),
+    "pipeline": (so.hybrid, {"data": 2, "tensor": 2, "pipeline": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "base", "low_rank_products"),
+    [
+        ("fsdp, tensor", "float", True),
+        ("fsdp, tensor", "nf4", False),
+        ("pipeline", "int8", True),
+        *(
+            pytest.param(mesh, base, products, marks=pytest.mark.slow)
+            for mesh in MESHES
+            for base in ("float", "int8", "nf4")
+            for products in (False, True)
+        ),
+    ],
+)
+def test_steps_equal_one_device(mesh, base, low_rank_products, mesh_of):
+    strategy, sizes = MESHES[mesh]
+    options = {"micro_batches": 2} if strategy is so.hybrid else {"micro_batches": 2, "min_shard_elements": 1}
+    options = {name: value for name, value in options.items() if strategy is not so.ddp or name == "micro_batches"}
+    adapted = adapted_gpt(base, low_rank_products=low_rank_products)
+    opt = strategy(TX, mesh_of(**sizes), adapted.model, rules=adapted.rules, frozen=adapted.frozen, **options)
+    start = gpt_params(adapted)
+    state = opt.init(start)
+    for _ in range(3):
+        state, metrics = opt.step(state, BATCH)
+    trained, loss = expected_factors(base)
+    assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-5)
+    for (part, name), pair in trained.items():
+        node = state.params["blocks"][part][name]
+        assert np.abs(pair["b"] - start["blocks"][part][name].lora_b).max() > 1e-3
+        np.testing.assert_allclose(node.lora_a, pair["a"], rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(node.lora_b, pair["b"], rtol=1e-4, atol=1e-6)
+    frozen = lambda params: jax.tree.leaves(adapted.without_adapters(params))  # noqa: E731
+    for before, after in zip(frozen(start), frozen(state.params), strict=True):
+        np.testing.assert_array_equal(before, after)
+
+
+def test_adapters_are_placed_as_their_weights(mesh_of):
+    adapted = adapted_gpt("nf4")
+    opt = so.hybrid(
+        TX,
+        mesh_of(data=2, tensor=2, pipeline=2),
+        adapted.model,
+        rules=adapted.rules,
+        frozen=adapted.frozen,
+        micro_batches=2,
+    )
+    specs = opt.specs(gpt_params(adapted)).params["blocks"]
+    up, out = specs["mlp"]["up"], specs["attention"]["out"]
+    assert up.base.codes == P("pipeline", None, None, "tensor")
+    assert (up.lora_a, up.lora_b) == (P("pipeline", None, None, None), P("pipeline", None, None, "tensor"))
+    # the rows of "out" are heads, which tensor splits: its input
+    assert (out.lora_a, out.lora_b) == (P("pipeline", "tensor", None, None), P("pipeline", None, None))
+
+
+def test_the_order_of_devices_does_not_matter():
+    adapted, results = adapted_gpt(low_rank_products=True), []
+    for order in (range(8), (3, 1, 7, 5, 0, 2, 6, 4)):
+        mesh = so.make_mesh(data=4, tensor=2, devices=[jax.devices()[i] for i in order])
+        opt = so.fsdp(
+            TX, mesh, adapted.model, rules=adapted.rules, frozen=adapted.frozen, min_shard_elements=1, separable=True
+        )
+        state = opt.init(gpt_params(adapted))
+        state, _ = opt.step(state, BATCH)
+        results.append(factors(state.params))
+    for path, leaf in results[0].items():
+        np.testing.assert_allclose(results[1][path], leaf, rtol=1e-5, atol=1e-7, err_msg=path)
+
+
+def test_the_base_travels_in_its_bits_and_only_adapters_are_reduced(mesh_of):
+    adapted = adapted_gpt("nf4", low_rank_products=True)
+    params = gpt_params(adapted)
+    opt = so.fsdp(TX, mesh_of(data=4), adapted.model, frozen=adapted.frozen, min_shard_elements=1, separable=True)
+    program = so.audit(opt.step, opt.init(params), {"tokens": TOKENS})
+    nodes = [params["blocks"][part][name] for part, name in (("attention", "qkv"), ("attention", "out"))]
+    nodes += [params["blocks"]["mlp"]["up"], params["blocks"]["mlp"]["down"]]
+    bytes_of = lambda leaves: sum(leaf.nbytes // CONFIG.num_layers for leaf in leaves)  # noqa: E731
+    in_blocks = [collective for collective in program.collectives if collective.in_loop]
+    gathered = {collective.bytes for collective in in_blocks if collective.kind == "all-gather"}
+    scattered = {collective.bytes for collective in in_blocks if collective.kind == "reduce-scatter"}
+    assert bytes_of([node.base.codes for node in nodes]) in gathered
+    assert scattered == {bytes_of([leaf for node in nodes for leaf in (node.lora_a, node.lora_b)])}
+
+
+def test_low_rank_products_leave_out_the_gradients_of_weights(mesh_of):
+    params, flops = gpt.init(CONFIG, jax.random.key(0)), {}
+    models = {"full": (gpt.model(CONFIG), {}, params)}
+    for products in (False, True):
+        adapted = adapted_gpt(low_rank_products=products)
+        models[products] = adapted.model, {"frozen": adapted.frozen}, gpt_params(adapted)
+    for name, (model, options, model_params) in models.items():
+        opt = so.ddp(TX, mesh_of(data=1), model, separable=True, **options)
+        lowered = opt.step.lower(opt.init(model_params), {"tokens": TOKENS})
+        flops[name] = so.hlo.inner_product_flops(lowered.compile())
+    assert flops[True] < 0.9 * flops["full"] < flops[False]
+
+
+def test_init_changes_nothing_and_merge_adds_the_product():
+    adapted, params = adapted_gpt(), gpt.init(CONFIG, jax.random.key(0))
+    start = adapted.init(params, jax.random.key(1))
+    for merged, leaf in zip(jax.tree.leaves(adapted.merge(start)), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(merged, leaf)
+    node = start["blocks"]["mlp"]["down"]
+    assert node.lora_a.shape == (4, 48, 2)
+    assert 0.9 / 48**0.5 < jnp.abs(node.lora_a).max() <= 1 / 48**0.5
+    moved = dataclasses.replace(node, lora_b=jnp.ones((4, 2, 16)))
+    update = adapted.merge({"w": moved})["w"] - params["blocks"]["mlp"]["down"]
+    np.testing.assert_allclose(
+        update, 3.0 * np.sum(node.lora_a, axis=2, keepdims=True) * np.ones((1, 1, 16)), rtol=1e-4
+    )
+
+
+def test_dropout_scales_what_it_keeps_and_evaluation_drops_nothing(mesh_of):
+    with_dropout = adapted_gpt(low_rank_products=True, dropout=0.5)
+    plain = adapted_gpt(low_rank_products=True)
+    params = gpt_params(with_dropout)
+    opt = so.ddp(optax.sgd(0.0), mesh_of(data=1), with_dropout.model, frozen=with_dropout.frozen)
+    state = opt.init(params, jax.random.key(3))
+    losses = []
+    for _ in range(2):
+        state, metrics = opt.step(state, BATCH)
+        losses.append(float(metrics["loss"]))
+    expected = plain.model.loss_fn(gpt_params(plain), BATCH)
+    assert len({*losses, float(expected.total / expected.weight)}) == 3
+    assert float(opt.evaluate(state, BATCH)["loss"]) == pytest.approx(float(expected.total / expected.weight), rel=1e-6)
+
+
+def small(base="float", size=4):
+    adapted = lora(lambda params, batch: jnp.mean(batch @ params["w"]), rank=2, targets=["w"], base=base)
+    return adapted, {"w": jnp.linspace(-1, 1, 8 * size).reshape(8, size), "key": jax.random.key(3)}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("base", ["float", "nf4"])
+def test_adapters_are_loaded_as_they_were_saved_on_any_mesh(base, tmp_path, mesh_of):
+    adapted, params = small(base)
+    trained = adapted.init(params, jax.random.key(0))
+    trained["w"] = dataclasses.replace(trained["w"], lora_b=jnp.arange(8.0).reshape(2, 4))
+    adapted.save(tmp_path, trained)
+    start = adapted.init(params, jax.random.key(1))
+    on_mesh = lambda leaf, spec: jax.device_put(leaf, jax.sharding.NamedSharding(mesh_of(data=2), spec))  # noqa: E731
+    start["w"] = dataclasses.replace(
+        start["w"],
+        base=jax.tree.map(lambda leaf: on_mesh(leaf, P("data")), start["w"].base),
+        lora_a=on_mesh(start["w"].lora_a, P("data")),
+    )
+    loaded = adapted.load(tmp_path, start)
+    np.testing.assert_array_equal(loaded["w"].lora_a, trained["w"].lora_a)
+    np.testing.assert_array_equal(loaded["w"].lora_b, trained["w"].lora_b)
+    assert loaded["w"].lora_a.sharding == start["w"].lora_a.sharding
+
+
+@pytest.mark.fast
+def test_adapters_of_another_base_or_other_settings_are_refused(tmp_path):
+    adapted, params = small()
+    adapted.save(tmp_path, adapted.init(params, jax.random.key(0)))
+    swapped = {**params, "w": params["w"].at[0, 0].set(params["w"][0, 1]).at[0, 1].set(params["w"][0, 0])}
+    with pytest.raises(ValueError, match=r"^lora.load: the adapters were trained on another base: its hash was \w{32}"):
+        adapted.load(tmp_path, adapted.init(swapped, jax.random.key(0)))
+    other = dataclasses.replace(adapted, rank=3)
+    message = "lora.load: the adapters were trained with other settings.\n  rank: 2 in the folder, 3 here\nFix: use their settings."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        other.load(tmp_path, other.init(params, jax.random.key(0)))
+    with pytest.raises(FileNotFoundError, match="has no adapter_config[.]json, so it holds no adapters"):
+        adapted.load(tmp_path / "none", adapted.init(params, jax.random.key(0)))
+
+
+class TwoLayers(eqx.Module):
+    wide: jax.Array
+    down: jax.Array
+    bias: jax.Array
+
+    def __call__(self, x):
+        return jnp.tanh(jnp.einsum("bd,dhk->bhk", x, self.wide)).reshape(len(x), -1) @ self.down + self.bias[None]
+
+
+def test_an_equinox_module_has_adapters(mesh_of):
+    draw = np.random.default_rng(2)
+    normal = lambda *shape: jnp.asarray(draw.normal(size=shape), jnp.float32)  # noqa: E731
+    model = TwoLayers(normal(6, 2, 4), normal(8, 3), jnp.zeros(3))
+    batch = {"x": normal(16, 6), "y": normal(16, 3)}
+    loss_fn = lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2)  # noqa: E731
+    adapted = lora(loss_fn, rank=2, targets=["wide", "down"], matrices=MATRICES)
+    params = adapted.init(model, jax.random.key(0))
+    results = []
+    for size in (1, 4):
+        opt = so.fsdp(TX, mesh_of(data=size), adapted.model, frozen=adapted.frozen, min_shard_elements=1)
+        state = opt.init(params)
+        for _ in range(2):
+            state, _ = opt.step(state, batch)
+        results.append(jax.device_get(adapted.merge(state.params)))
+    assert isinstance(results[0], TwoLayers)
+    assert np.abs(results[0].wide - model.wide).max() > 1e-3
+    for first, second in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(first, second, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_experts_have_adapters_on_every_mesh(mesh_of):
+    config = moe.MoEConfig(
+        vocab_size=32, dim=16, num_layers=2, num_heads=2, num_kv_heads=2, num_experts=4, hidden=8, balance=None
+    )
+    params, results = moe.init(config, jax.random.key(0)), []
+    adapted = lora(
+        moe.model(config),
+        rank=2,
+        targets=["^blocks/experts/"],
+        matrices=[("experts/", Matrix())],
+        rules=moe.rules,
+        low_rank_products=True,
+    )
+    for sizes in ({"data": 1}, {"data": 2, "expert": 2}, {"data": 2, "expert": 2, "tensor": 2}):
+        opt = so.fsdp(
+            TX,
+            mesh_of(**sizes),
+            adapted.model,
+            rules=adapted.rules,
+            frozen=adapted.frozen,
+            expert_leaves=moe.expert_leaves,
+            min_shard_elements=1,
+            view="per_device",
+        )
+        state = opt.init(adapted.init(params, jax.random.key(1)))
+        for _ in range(3):
+            state, _ = opt.step(state, {"tokens": TOKENS})
+        results.append(factors(state.params))
+    for other in results[1:]:
+        for path, leaf in results[0].items():
+            np.testing.assert_allclose(other[path], leaf, rtol=1e-3, atol=1e-5, err_msg=path)
+
+
+@pytest.mark.fast
+def test_nf4_rounds_to_the_nearest_of_its_16_values():
+    weight = np.random.default_rng(0).normal(size=(3, 128)).astype(np.float32)
+    stored = quantize(jnp.asarray(weight), "nf4")
+    assert isinstance(stored, QuantizedWeight)
+    assert (stored.codes.shape, stored.codes.dtype, stored.scales.shape) == ((3, 64), jnp.uint8, (3, 2))
+    groups = weight.reshape(3, 2, 64)
+    largest = np.abs(groups).max(-1, keepdims=True)
+    nearest = NF4[np.abs(groups[..., None] / largest[..., None] - NF4).argmin(-1)] * largest
+    np.testing.assert_allclose(stored.dequantized(), nearest.reshape(3, 128), rtol=1e-6)
+    np.testing.assert_array_equal(quantize(jnp.zeros((2, 6)), "nf4").dequantized(), np.zeros((2, 6)))
+
+
+@pytest.mark.fast
+def test_int8_rounds_to_half_a_step():
+    weight = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
+    stored = quantize(jnp.asarray(weight, jnp.bfloat16), "int8")
+    assert (stored.codes.dtype, stored.scales.shape, stored.dequantized().dtype) == (jnp.int8, (3, 1), jnp.bfloat16)
+    exact = stored.codes * stored.scales
+    steps = np.abs(weight).max(1, keepdims=True) / 127
+    assert (np.abs(exact - np.asarray(jnp.asarray(weight, jnp.bfloat16), np.float32)) <= 0.51 * steps).all()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"rank": 0}, ValueError, "lora: rank must be at least 1, got 0."),
+        ({"targets": "w"}, TypeError, "lora: targets must be a list of regexes, got 'w'."),
+        ({"base": "int4"}, ValueError, "lora: unknown base 'int4'.\nFix: choose 'float', 'int8' or 'nf4'."),
+        (
+            {"dropout": 0.1},
+            ValueError,
+            "lora: dropout acts on the input of A, which a merged weight does not have.\n"
+            "Fix: set low_rank_products=True if the model uses so.nn.quantized_einsum, or leave dropout out.",
+        ),
+        ({"rules": print}, TypeError, "lora: rules must be [(regex, PartitionSpec), ...], got a function."),
+    ],
+)
+def test_wrong_options_are_refused(options, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        lora(lambda params, batch: 0.0, **{"rank": 2, "targets": ["w"], **options})
+
+
+@pytest.mark.fast
+def test_targets_that_do_not_fit_are_refused_at_once():
+    adapted = lora(lambda params, batch: 0.0, rank=2, targets=["w", "no"], base="nf4", rules=[("gone", P("tensor"))])
+    params = {"w": {"a": jnp.ones(3), "b": jnp.ones((2, 2), int), "c": jnp.ones((2, 3))}}
+    message = (
+        "lora: 5 problems with the targets.\n"
+        "  w/a: shape (3,) has no Matrix that says which dims are rows\n"
+        "  w/b: dtype int32 is not floating\n"
+        "  w/c: shape (2, 3), base='nf4' stores pairs along the last dim, which is odd\n"
+        "  target 'no' matches no parameter, such as: w/a, w/b, w/c\n"
+        "  rule 'gone' matches no parameter, such as: w/a, w/b, w/c\n"
+        "Fix: match weights with targets, leave vectors out, and describe other weights with matrices=."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        adapted.init(params, jax.random.key(0))
