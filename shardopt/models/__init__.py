@@ -1,8 +1,8 @@
 """Example models that use the library, and open weights; in the library only the commands import them."""
 
 from shardopt.models import decoder, gpt, moe
+from shardopt.models._export import export_safetensors
 from shardopt.models._pretrained import Pretrained, from_pretrained
-from shardopt.models._safetensors import export_safetensors, import_safetensors
 from shardopt.models._sampling import sample
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "export_safetensors",
     "from_pretrained",
     "gpt",
-    "import_safetensors",
     "moe",
     "sample",
 ]

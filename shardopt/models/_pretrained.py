@@ -164,7 +164,7 @@ class Pretrained:
           ValueError: if the parameters have other leaves or shapes than the model.
 
         Each process writes its own shards into files with unfinished names. When all have written, the first process renames
-        the files, and writes the index last. A folder without the index is not read by transformers.
+        the files, and writes the index last. transformers reads no folder without the index, or without the only file.
         """
         leaves = dict(leaves_with_paths(params))
         shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
@@ -172,32 +172,66 @@ class Pretrained:
             different = [path for path in shapes.keys() | expected.keys() if shapes.get(path) != expected.get(path)]
             problems = [f"{path}: {shapes.get(path)}, must be {expected.get(path)}" for path in sorted(different)]
             raise ValueError(error_text("the parameters are not those of the model.", problems))
-        target = Path(folder)
-        if (target / _INDEX).exists() or (target / _WEIGHTS).exists():
-            raise FileExistsError(error_text(f"{target} has weights already.", fix="choose a new folder."))
-        plan = _plan_files(target, self._places, leaves, dtype, max_file_bytes)
-        is_first = jax.process_index() == 0
-        if is_first:
-            target.mkdir(parents=True, exist_ok=True)
-            for file in plan.values():
-                file.create()
-        _wait_for_all(f"{target}.created")
-        by_leaf: dict[str, list[tuple[Tensor, Place]]] = {}
+        hf_config = dict(self.hf_config)
+        if dtype is not None:
+            hf_config.pop("torch_dtype", None)
+            hf_config["dtype"] = np.dtype(dtype).name
+        options = {"dtype": dtype, "max_file_bytes": max_file_bytes, "progress": progress}
+        return write_weights(folder, params, self._places, hf_config, source=self.folder, **options)
+
+
+def write_weights(
+    folder: str | os.PathLike[str],
+    params: PyTree,
+    places: Mapping[str, list[Place]],
+    hf_config: Mapping[str, Any],
+    *,
+    source: Path | None = None,
+    dtype: DTypeLike | None = None,
+    max_file_bytes: int = 5 * 10**9,
+    progress: bool = False,
+) -> Path:
+    """Write parameters of the decoder as a folder; the arguments are those of `Pretrained.save`.
+
+    Args:
+      folder: a new or empty folder.
+      params: the parameters of the decoder.
+      places: tensor name -> places of the tensor.
+      hf_config: the content of config.json.
+      source: the folder whose tokenizer is copied.
+      dtype: the dtype in the files.
+      max_file_bytes: the most bytes of a file with more than one tensor.
+      progress: whether the first process shows a bar.
+
+    Raises:
+      FileExistsError: if the folder has weights already.
+    """
+    leaves, target = dict(leaves_with_paths(params)), Path(folder)
+    if (target / _INDEX).exists() or (target / _WEIGHTS).exists():
+        raise FileExistsError(error_text(f"{target} has weights already.", fix="choose a new folder."))
+    plan = _plan_files(target, places, leaves, dtype, max_file_bytes)
+    is_first = jax.process_index() == 0
+    if is_first:
+        target.mkdir(parents=True, exist_ok=True)
         for file in plan.values():
-            for name, tensor in file.tensors.items():
-                for place in self._places[name]:
-                    by_leaf.setdefault(place.leaf, []).append((tensor, place))
-        with show_progress(len(leaves), shown=progress) as display:
-            for done, (path, leaf) in enumerate(leaves.items(), 1):
-                _save_leaf(leaf, by_leaf[path])
-                display.advance(done)
-        for file in plan.values():
-            file.sync()
-        _wait_for_all(f"{target}.written")
-        if is_first:
-            _commit(self, target, plan, dtype)
-        _wait_for_all(f"{target}.committed")
-        return target
+            file.create()
+    _wait_for_all(f"{target}.created")
+    by_leaf: dict[str, list[tuple[Tensor, Place]]] = {}
+    for file in plan.values():
+        for name, tensor in file.tensors.items():
+            for place in places[name]:
+                by_leaf.setdefault(place.leaf, []).append((tensor, place))
+    with show_progress(len(leaves), shown=progress) as display:
+        for done, (path, leaf) in enumerate(leaves.items(), 1):
+            _save_leaf(leaf, by_leaf[path])
+            display.advance(done)
+    for file in plan.values():
+        file.sync()
+    _wait_for_all(f"{target}.written")
+    if is_first:
+        _commit(source, target, plan, hf_config)
+    _wait_for_all(f"{target}.committed")
+    return target
 
 
 @calling("from_pretrained")
@@ -383,7 +417,7 @@ def _plan_files(
         num_bytes += size
     files = {}
     for i, group in enumerate(groups, 1):
-        name = f"model-{i:05}-of-{len(groups):05}.safetensors"
+        name = f"model-{i:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else _WEIGHTS
         header, offsets, size = header_of(group)
         path = folder / (name + _UNFINISHED)
         tensors = {tensor: Tensor.of(path, *group[tensor], offsets[tensor]) for tensor in group}
@@ -391,22 +425,18 @@ def _plan_files(
     return files
 
 
-def _commit(model: Pretrained, folder: Path, plan: Mapping[str, _File], dtype: DTypeLike | None) -> None:
-    """Give the files their names, and write config.json and the index; the index comes last."""
+def _commit(source: Path | None, folder: Path, plan: Mapping[str, _File], hf_config: Mapping[str, Any]) -> None:
+    """Write config.json, and give the files their names; the only file comes last, or else the index."""
+    _write(folder / _CONFIG, hf_config)
+    for path in [path for pattern in _COPIED for path in source.glob(pattern)] if source else []:
+        if path.is_file() and not (folder / path.name).exists():
+            shutil.copyfile(path, folder / path.name)
     for name, file in plan.items():
         file.path.rename(folder / name)
-    hf_config = dict(model.hf_config)
-    if dtype is not None:
-        hf_config.pop("torch_dtype", None)
-        hf_config["dtype"] = np.dtype(dtype).name
-    _write(folder / _CONFIG, hf_config)
-    for pattern in _COPIED:
-        for path in model.folder.glob(pattern):
-            if path.is_file() and not (folder / path.name).exists():
-                shutil.copyfile(path, folder / path.name)
-    weight_map = {tensor: name for name, file in plan.items() for tensor in file.tensors}
-    num_bytes = sum(file.num_bytes - len(file.header) for file in plan.values())
-    _write(folder / _INDEX, {"metadata": {"total_size": num_bytes}, "weight_map": weight_map})
+    if len(plan) > 1:
+        weight_map = {tensor: name for name, file in plan.items() for tensor in file.tensors}
+        num_bytes = sum(file.num_bytes - len(file.header) for file in plan.values())
+        _write(folder / _INDEX, {"metadata": {"total_size": num_bytes}, "weight_map": weight_map})
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
