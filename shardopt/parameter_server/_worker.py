@@ -108,7 +108,7 @@ def sgd_spec(
     """
     num_averaged = len(workers) if settings.max_staleness == 0 else 1
     problem = SgdProblem(caller, tx, loss_fn, workers, tuple(sparse), None, num_averaged)
-    Gradients(problem, None).prepare(local_meshes(workers[:1])[0])  # checks the optimizer and the loss
+    problem.config_of(local_meshes(workers[:1])[0])  # checks the optimizer and the loss
     with calling(caller):
         codec = check_codec(settings.reducer, sparse)
     header = {"devices": [worker.size if isinstance(worker, Mesh) else int(worker) for worker in workers]}
@@ -170,35 +170,46 @@ class SgdProblem:
     codec: Compressor | None
     num_averaged: int
 
+    def config_of(self, mesh: Mesh) -> StrategyConfig:
+        """Check the optimizer and the loss, and return the configuration of a mesh."""
+        return check_config(configure(self.caller, self.tx, mesh, self.loss_fn, DDP, {"view": "global"}))
+
     def make_compute(self, batches_of: BatchesOf, key: np.ndarray, worker: int | None = None) -> Compute:
         """Return all workers; or with `worker` one of them, on all devices of its process."""
         if worker is None:
             meshes = dict(enumerate(local_meshes(self.workers)))
         else:
             meshes = {worker: make_mesh(data=-1, devices=jax.local_devices())}
-        gradients = Gradients(self, key)
-        gradients.prepare(next(iter(meshes.values())))
         streams, compressors = Streams(self.caller, batches_of), WorkerCompressors(self.codec)
-        return SgdWorkers(self, meshes, gradients, streams, compressors).compute()
+        return SgdWorkers(self, meshes, key, streams, compressors).compute()
 
 
 @dataclass(frozen=True)
 class SgdWorkers:
-    """Workers that push the gradient of a batch.
+    """Workers that push the gradient of a batch: of the loss total over all rows, in the global view.
+
+    A loss with `rng` gets another key for each clock and worker: the same key that `ddp` gives device `worker` at step
+    `clock`.
 
     Attributes:
       problem: the loss and the encoding of its gradients.
-      meshes: the mesh of each worker in this process.
-      gradients: the programs.
+      meshes: the mesh of each worker in this process, whose devices share the rows of a batch.
+      key: the random key, as numbers.
       streams: the data.
       compressors: the encoders of pushes.
+      prepared: the configuration and the program of each mesh.
+      programs: the program of each shape of meshes.
+      checked: the shapes of parameters and batches whose loss is checked.
     """
 
     problem: SgdProblem
     meshes: Mapping[int, Mesh]
-    gradients: "Gradients"
+    key: np.ndarray
     streams: "Streams"
     compressors: "WorkerCompressors"
+    prepared: dict[Mesh, tuple[StrategyConfig, Callable[..., Update]]] = field(default_factory=dict)
+    programs: dict[jax.sharding.AbstractMesh, Callable[..., Update]] = field(default_factory=dict)
+    checked: set[object] = field(default_factory=set)
 
     def compute(self) -> Compute:
         """Return the work as a run takes it."""
@@ -219,58 +230,28 @@ class SgdWorkers:
         if sparse:
             with calling(self.problem.caller):  # on the thread of a worker
                 check_matches(sparse, trained(params))
-        update = self.gradients.of(mesh, params, batch, worker, clock)
+        update = self._gradient(mesh, params, batch, worker, clock)
         if sparse:
             update = update._replace(grads=to_sparse_rows(update.grads, sparse))
         if self.compressors.codec is not None:  # on the first device of the worker: all have the same gradient
             update = self.compressors.encode(worker, to_device(update, mesh.devices.flat[0]))
         return jax.block_until_ready(to_device(update, next(iter(self.meshes.values())).devices.flat[0]))
 
-
-def no_compute(*_: object) -> Compute:
-    """Return workers that compute nothing and have endless empty batches."""
-    return Compute(lambda worker, position: None, lambda worker: (), lambda *_: None, lambda tree: tree)
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """Computes updates, on any mesh whose devices share the rows of the batch.
-
-    It differentiates the loss total over all rows, in the global view. A loss with `rng` gets another key for each
-    clock and worker: the same key that `ddp` gives device `worker` at step `clock`.
-
-    Attributes:
-      problem: the loss.
-      rng: the random key, as numbers.
-      prepared: the configuration and the program of each mesh.
-      programs: the program of each shape of meshes.
-      checked: the shapes of parameters and batches whose loss is checked.
-    """
-
-    problem: SgdProblem
-    rng: np.ndarray | None
-    prepared: dict[Mesh, tuple[StrategyConfig, Callable[..., Update]]] = field(default_factory=dict)
-    programs: dict[jax.sharding.AbstractMesh, Callable[..., Update]] = field(default_factory=dict)
-    checked: set[object] = field(default_factory=set)
-
-    def prepare(self, mesh: Mesh) -> tuple[StrategyConfig, Callable[..., Update]]:
-        """Check the optimizer and the loss, and return the configuration and the program of a mesh."""
-        problem = self.problem
-        config = check_config(configure(problem.caller, problem.tx, mesh, problem.loss_fn, DDP, {"view": "global"}))
-        program = jax.jit(on_mesh(config.mesh, _program(config)))
-        # Several threads may be here at once: all of them use the program of the first one.
-        return self.prepared.setdefault(mesh, (config, self.programs.setdefault(config.mesh.abstract_mesh, program)))
-
-    def of(self, mesh: Mesh, params: PyTree, batch: PyTree, worker: int, clock: int) -> Update:
-        """Return the update of a batch, computed on this mesh."""
-        config, program = self.prepared.get(mesh) or self.prepare(mesh)
+    def _gradient(self, mesh: Mesh, params: PyTree, batch: PyTree, worker: int, clock: int) -> Update:
+        config, program = self.prepared.get(mesh) or self._prepare(mesh)
         batch = as_arrays(self.problem.caller, batch)
         check_batch(config, batch)
         self._check_loss(config, params, batch)
         params = jax.device_put(params, NamedSharding(config.mesh, PartitionSpec()))
         batch = place_batch(config, batch)
-        update = program(params, batch, self.rng, np.int32(worker), np.int32(clock))
+        update = program(params, batch, self.key, np.int32(worker), np.int32(clock))
         return update._replace(rows=num_rows(config, batch))
+
+    def _prepare(self, mesh: Mesh) -> tuple[StrategyConfig, Callable[..., Update]]:
+        config = self.problem.config_of(mesh)
+        program = jax.jit(on_mesh(config.mesh, _program(config)))
+        # Several threads may be here at once: all of them use the program of the first one.
+        return self.prepared.setdefault(mesh, (config, self.programs.setdefault(config.mesh.abstract_mesh, program)))
 
     def _check_loss(self, config: StrategyConfig, params: PyTree, batch: PyTree) -> None:
         """Refuse a loss whose gradient is not the sum of the pushes; check each batch shape once."""
@@ -289,6 +270,11 @@ class Gradients:
         if num_workers > 1 and len(row_counts(config, batch)) == 1:
             _check_mean(config, shapes[0], shapes[1], num_workers, rng)
         self.checked.add(key)
+
+
+def no_compute(*_: object) -> Compute:
+    """Return workers that compute nothing and have endless empty batches."""
+    return Compute(lambda worker, position: None, lambda worker: (), lambda *_: None, lambda tree: tree)
 
 
 def _check_mean(config: StrategyConfig, params: PyTree, batch: PyTree, num_workers: int, rng: jax.Array | None) -> None:

@@ -123,8 +123,8 @@ def _gathers_and_sums(placed: PlacedModel, other_axes: tuple[str, ...]) -> list[
     m, pipelined, scattered = layout.micro_batches, layout.pipeline > 1, placed.scattered_itemsize
     outer_calls = 1 if pipelined else m
 
-    def over_data(kind: str, what: str, size: float, calls: float = 1, *, hidden: bool = False) -> Transfer:
-        return Transfer(kind, "data", what, size, calls, hidden, other_axes)
+    def over_data(kind: str, content: str, size: float, calls: float = 1, *, hidden: bool = False) -> Transfer:
+        return Transfer(kind, "data", content, size, calls, hidden, other_axes)
 
     if not placed.shards.opt_state and pipelined:
         outer_gradients = over_data("all-reduce", "outer gradients", _FP32_BYTES * elements.outer())
