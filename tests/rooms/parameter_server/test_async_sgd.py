@@ -120,7 +120,7 @@ def test_random_keys_among_the_parameters_are_refused(message_of):
     assert found == message.format("simulate")
 
 
-RULES = {"plain": so.parameter_server.rules.plain(), "adaptive": so.parameter_server.rules.dc_asgd_adaptive()}
+RULES = {"plain": so.parameter_server.rules.plain(), "nesterov": so.parameter_server.rules.delayed_nesterov(2)}
 
 
 @pytest.mark.parametrize("rule", RULES)
