@@ -100,7 +100,7 @@ def compile_shardopt(row: Row) -> dict[str, Any]:
     from shardopt.planning import find_model
     from shardopt.planning._models import RULES
 
-    shape = dataclasses.replace(find_model("beside_maxtext", row.model), length=row.length)
+    shape = dataclasses.replace(find_model(row.model), length=row.length)
     adamw = optax.adamw(3e-5, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
     tx = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     report = so.aot(

@@ -64,7 +64,7 @@ def shape_of(row: Row):
     """Return the sizes, as the planner has them."""
     from shardopt.planning import find_model
 
-    return dataclasses.replace(find_model("experts_pod", row.model), length=LENGTH)
+    return dataclasses.replace(find_model(row.model), length=LENGTH)
 
 
 def config_of(row: Row):

@@ -37,7 +37,7 @@ def compiled(topology: str, length: int, context: int, rows: int) -> dict:
     from shardopt.models._transformer import abstract_batch, model
     from shardopt.planning import find_model
 
-    shape = dataclasses.replace(find_model("long_context", "llama3-8b"), length=length)
+    shape = dataclasses.replace(find_model("llama3-8b"), length=length)
 
     def make(mesh):
         blocks = model(shape, remat="full", chunk=1024)

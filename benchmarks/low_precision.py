@@ -54,7 +54,7 @@ def compile_llama(topology: str, length: int, precision: str | None) -> dict[str
     from shardopt.models import _transformer as transformer
     from shardopt.planning import find_model, parse_topology
 
-    shape = dataclasses.replace(find_model("low_precision", "llama3-8b"), length=length)
+    shape = dataclasses.replace(find_model("llama3-8b"), length=length)
     chips = math.prod(parse_topology(topology)[1])
     wire = {"gather_dtype": jnp.bfloat16, "scatter_dtype": jnp.bfloat16, "min_shard_elements": 2**14}
     model = transformer.model(shape, remat="full", precision=precision)  # pyright: ignore[reportArgumentType]

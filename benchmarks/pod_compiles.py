@@ -53,7 +53,7 @@ def compile_rows(only):
 def shape_of(case):
     """Return the sizes of the model of a case."""
     name, _, _, _, _, _, *blocks = case
-    shape = dataclasses.replace(find_model("pod", name), length=LENGTH, fused_attention=False)
+    shape = dataclasses.replace(find_model(name), length=LENGTH, fused_attention=False)
     return dataclasses.replace(shape, num_layers=blocks[0]) if blocks else shape
 
 

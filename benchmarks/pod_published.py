@@ -31,22 +31,22 @@ DEEPSEEK = Layout(
 
 def deepseek_mfu():
     """Return what 180,000 H800 hours for 10^12 tokens are, of the bfloat16 peak."""
-    work = dataclasses.replace(find_model("pod", "deepseek-v3"), num_layers=61).workload()
-    return 1e12 / (180e3 * 3600) * work.model_flops / work.tokens / find_hardware("pod", "h100").flops
+    work = dataclasses.replace(find_model("deepseek-v3"), num_layers=61).workload()
+    return 1e12 / (180e3 * 3600) * work.model_flops / work.tokens / find_hardware("h100").flops
 
 
 def published_rows(only):
     """Yield predicted and published MFU; nothing is fitted, so the ratio is what software leaves of the peaks."""
     for model, chip, chips, rows, length, remat, mfu, source in RUNS:
-        shape = dataclasses.replace(find_model("pod", model), length=length)
+        shape = dataclasses.replace(find_model(model), length=length)
         if only not in shape.name:
             continue
         layout = Layout(data=chips, remat=remat, gather_dtype=jnp.bfloat16)
         if mfu is None:
             mfu, layout, shape = deepseek_mfu(), DEEPSEEK, dataclasses.replace(shape, num_layers=64)
-        told = predict(shape.workload(), layout, hardware=find_hardware("pod", chip), batch_size=int(rows * chips))
+        told = predict(shape.workload(), layout, hardware=find_hardware(chip), batch_size=int(rows * chips))
         yield {
-            "name": f"{shape.name} on {chips} {find_hardware('pod', chip).name}",
+            "name": f"{shape.name} on {chips} {find_hardware(chip).name}",
             "predicted": told.mfu,
             "published": mfu,
             "ratio": told.mfu / mfu,

@@ -56,7 +56,7 @@ def compiled(make, blocks=2):
     from shardopt.models import _transformer as transformer
     from shardopt.planning import find_model
 
-    found = find_model("schedules", "llama3-8b")
+    found = find_model("llama3-8b")
     shape = dataclasses.replace(
         found,
         num_layers=blocks * STAGES * make(STAGES, MICRO_BATCHES).num_chunks,

@@ -28,6 +28,7 @@ import optax
 
 import shardopt as so
 from shardopt.parameter_server._async_sgd import worker_meshes
+from shardopt.parameter_server._server import ServerSettings
 from shardopt.parameter_server._worker import sgd_spec
 
 WORKERS, SLOWER, DIM, ROWS = 4, 4, 64, 16
@@ -45,8 +46,7 @@ def sleeper(tx, max_staleness, durations):
     A callback in the loss would not do: XLA runs as many as there are cores at once, and four workers need four.
     """
     meshes, programs = worker_meshes(jax.devices()[:1] * WORKERS), []
-    settings = {"max_staleness": max_staleness, "rule": None, "nonfinite": "raise", "reducer": None}
-    spec = sgd_spec("stragglers", tx, loss_fn, meshes, **settings)
+    spec = sgd_spec("stragglers", tx, loss_fn, meshes, ServerSettings(max_staleness))
 
     def slow_compute(batches_of, key):
         if not programs:  # compiled once for all runs

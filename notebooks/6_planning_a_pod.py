@@ -140,7 +140,7 @@ for name, chip, chips, rows, length, _, _ in published:
     shape = so.planning.MODELS[name]
     assert shape.length in (length, 4096)
     layout = so.planning.Layout(data=chips, remat=True, gather_dtype=jnp.bfloat16)
-    hardware = so.planning.find_hardware("notebook", chip)
+    hardware = so.planning.find_hardware(chip)
     predictions.append(so.planning.predict(shape.workload(), layout, hardware=hardware, batch_size=rows * chips))
 
 figure, axes = plt.subplots(figsize=(7.5, 3.4), layout="constrained")

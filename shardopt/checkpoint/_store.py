@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -201,16 +201,9 @@ def read_arrays(folder: Path, target: PyTree) -> PyTree:
     wanted = leaves_by_path(target)
     stored_leaves = {path: to_storable(leaf) for path, leaf in wanted.items()}
     nonempty_leaves = {path: leaf for path, leaf in stored_leaves.items() if leaf.size}
-    nested = nest(nonempty_leaves)
-    restore_args = jax.tree.map(
-        lambda leaf: ocp.ArrayRestoreArgs(
-            sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=True
-        ),
-        nested,
-    )
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_gigabytes_at_once(nonempty_leaves.values()))
     with ocp.Checkpointer(handler) as reader:
-        restored = reader.restore(folder / _ITEM, ocp.args.PyTreeRestore(item=nested, restore_args=restore_args))
+        restored = reader.restore(folder / _ITEM, _restore_args(nest(nonempty_leaves)))
     arrays = dict(zip(nonempty_leaves, unnest(restored, list(nonempty_leaves)), strict=True))
     for path, leaf in stored_leaves.items():
         if path not in arrays:
@@ -231,21 +224,24 @@ def read_orbax(folder: Path, target: PyTree) -> PyTree:
     """
     import orbax.checkpoint as ocp
 
-    restore_args = jax.tree.map(
-        lambda leaf: ocp.ArrayRestoreArgs(
-            sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=True
-        ),
-        target,
-    )
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         try:
-            return reader.restore(
-                folder, ocp.args.PyTreeRestore(item=target, restore_args=restore_args, partial_restore=True)
-            )
+            return reader.restore(folder, _restore_args(target, partial_restore=True))
         except (ValueError, KeyError, TypeError) as error:
             problem = f"{folder}, written by orbax, does not fit the abstract tree: {error}"
             fix = "pass the containers, key paths and shapes that were saved; parts of them are enough."
             raise CheckpointError(error_text(problem, fix=fix)) from error
+
+
+def _restore_args(target: PyTree, **options: Any) -> Any:
+    """Return the arguments of orbax that read each leaf with its sharding, shape and dtype."""
+    import orbax.checkpoint as ocp
+
+    def leaf_args(leaf: jax.ShapeDtypeStruct) -> ocp.ArrayRestoreArgs:
+        placement = {"sharding": leaf.sharding, "global_shape": leaf.shape, "dtype": leaf.dtype}
+        return ocp.ArrayRestoreArgs(**placement, strict=True)
+
+    return ocp.args.PyTreeRestore(item=target, restore_args=jax.tree.map(leaf_args, target), **options)
 
 
 def _gigabytes_at_once(leaves: Iterable[ArrayLeaf]) -> int:

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -80,29 +80,6 @@ class DoctorOptions:
     """
 
 
-Options = (
-    TrainOptions
-    | LaunchOptions
-    | VaultOptions
-    | PlanOptions
-    | AuditOptions
-    | ScheduleOptions
-    | DoctorOptions
-    | VerifyOptions
-)
-
-_COMMANDS: dict[str, type[Options]] = {
-    "train": TrainOptions,
-    "launch": LaunchOptions,
-    "vault": VaultOptions,
-    "plan": PlanOptions,
-    "audit": AuditOptions,
-    "schedule": ScheduleOptions,
-    "doctor": DoctorOptions,
-    "verify": VerifyOptions,
-}
-
-
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code, like `shardopt.cli.main`.
 
@@ -112,23 +89,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     words, command = split_words(sys.argv[1:] if arguments is None else arguments)
     options = parse(words)
     try:
-        match options:
-            case TrainOptions():
-                _train(words, options)
-            case LaunchOptions():
-                return launch(options, command)
-            case VaultOptions():
-                keep(options)
-            case PlanOptions():
-                plan(options)
-            case AuditOptions():
-                audit(options)
-            case ScheduleOptions():
-                schedule(options)
-            case DoctorOptions():
-                print(doctor())
-            case VerifyOptions():
-                return verify(options)
+        return _COMMANDS[type(options)][1](options, words, command) or 0
     except KeyboardInterrupt:
         return 130
     except (ValueError, TypeError, OSError, FloatingPointError, ModuleNotFoundError) as error:
@@ -137,7 +98,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
         _print_error(error)
         end_at_once(2)
         return 2
-    return 0
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -147,17 +107,17 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return words[:separator], words[separator + 1 :]
 
 
-def parse(words: Sequence[str], train_defaults: TrainOptions | None = None) -> Options:
+def parse(words: Sequence[str], train_defaults: TrainOptions | None = None) -> Any:
     """Return the options of the command in the words. `train_defaults` replaces the default options of train."""
     app = tyro.extras.SubcommandApp()
-    for name, options_type in _COMMANDS.items():
+    for options_type, (name, _) in _COMMANDS.items():
         default = train_defaults if train_defaults is not None and options_type is TrainOptions else options_type()
         app.command(name=name)(_returns_options(options_type, default))
     style = (tyro.conf.HelptextFromCommentsOff,)
     return app.cli(prog="shardopt", description="Train models sharded over devices.", args=words, config=style)
 
 
-def _returns_options(options_type: type[Options], default: Options) -> Callable[..., Options]:
+def _returns_options(options_type: type, default: object) -> Callable[..., Any]:
     """Return a function with the options of one command as its parameter; tyro reads its signature."""
 
     def command(options=default):
@@ -224,6 +184,19 @@ def keep(options: VaultOptions) -> None:
             format_error("vault", problem, fix=f"export {TOKEN}=$(openssl rand -hex 16), here and for the job.")
         )
     keep_snapshots(options.port, os.environ[TOKEN])
+
+
+_COMMANDS: dict[type, tuple[str, Callable[[Any, Sequence[str], Sequence[str]], int | None]]] = {
+    TrainOptions: ("train", lambda options, words, _: _train(words, options)),
+    LaunchOptions: ("launch", lambda options, _, command: launch(options, command)),
+    VaultOptions: ("vault", lambda options, *_: keep(options)),
+    PlanOptions: ("plan", lambda options, *_: plan(options)),
+    AuditOptions: ("audit", lambda options, *_: audit(options)),
+    ScheduleOptions: ("schedule", lambda options, *_: schedule(options)),
+    DoctorOptions: ("doctor", lambda *_: print(doctor())),
+    VerifyOptions: ("verify", lambda options, *_: verify(options)),
+}
+"""By the type of its options the name of each command, and `run(options, words, words after --)`."""
 
 
 def parse_processes(text: str, min_processes: int | None = None) -> Sequence[int]:

@@ -64,7 +64,7 @@ class PlanOptions:
 def plan(options: PlanOptions) -> None:
     """Print the ranked layouts."""
     check_count("--top", options.top)
-    shape = find_model("plan", options.model)
+    shape = find_model(options.model)
     if options.length is not None:
         check_count("--length", options.length)
         shape = dataclasses.replace(shape, length=options.length)
@@ -237,7 +237,7 @@ def compile_model(options: AuditOptions) -> so.planning.AotReport:
     assert options.topology is not None
     check_count("--rows", options.rows)
     check_count("--length", options.length)
-    shape = dataclasses.replace(find_model("audit", options.model), length=options.length)
+    shape = dataclasses.replace(find_model(options.model), length=options.length)
     sizes = {"tensor": 1, "replica": 1} | mesh_sizes(options.mesh)
     _, dims = parse_topology(options.topology)
     chips = math.prod(dims) * options.slices

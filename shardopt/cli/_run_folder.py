@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -122,19 +123,14 @@ class ConvertingCheckpoints(so.Checkpoints):
 
     def __init__(
         self,
-        directory: Path,
-        every: int,
-        keep: int | None,
-        *,
+        *arguments: Any,
         base: so.ShardedOptimizer,
         abstract_params: PyTree,
         say: Callable[[str], None],
-        best: str | None = None,
-        resume: bool = True,
-        memory_every: int | None = None,
+        **settings: Any,
     ):
-        """Become the writer of a folder, like `so.Checkpoints`."""
-        super().__init__(directory, every, keep, best=best, resume=resume, memory_every=memory_every)
+        """Become the writer of a folder, with the other arguments of `so.Checkpoints`."""
+        super().__init__(*arguments, **settings)
         self.base, self.abstract_params, self.say = base, abstract_params, say
 
     @calling("train")

@@ -1,15 +1,18 @@
 """`shardopt train`: train a language model with one command."""
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardopt as so
 from shardopt import data
 from shardopt.cli import _display as display
-from shardopt.cli._communication import as_sent, measure
+from shardopt.cli._communication import Traffic, as_sent, measure
 from shardopt.cli._models import TrainedModel, model_of
 from shardopt.cli._options import TrainOptions, make_optimizer
 from shardopt.cli._run_folder import (
@@ -27,64 +30,103 @@ from shardopt.cli._run_folder import (
 from shardopt.cli._strategy import check_strategy, fitted, make_base, make_strategy, mesh_of
 from shardopt.core._errors import calling
 from shardopt.core._extras import require
+from shardopt.core._types import PyTree
 from shardopt.models import gpt
 from shardopt.pipeline import Schedule
 from shardopt.runtime._devices import start_devices
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _VALIDATION_BATCHES = 4
 _SAMPLE_BYTES = 400
 
 
+class _Setup(NamedTuple):
+    """A run before its first step.
+
+    Attributes:
+      options: the options, with a number of layers.
+      mesh: the mesh.
+      model: the model.
+      tx: the optimizer.
+      screen: the output for people.
+      num_bytes: the size of the text.
+      windows: the rows to train on.
+      held_out: the rows to validate on.
+    """
+
+    options: TrainOptions
+    mesh: Mesh
+    model: TrainedModel
+    tx: optax.GradientTransformation
+    screen: "Console"
+    num_bytes: int
+    windows: data.Windows
+    held_out: data.Windows
+
+    def batches(self) -> tuple[Iterable[PyTree], list[PyTree]]:
+        """Return the batches to train on, and the batches to validate on."""
+        training = self.options.training
+        held_out = data.spread_batches(self.held_out, training.batch_size, _VALIDATION_BATCHES)
+        batches = data.batches(self.windows, training.batch_size, seed=training.seed)
+        if self.mesh.shape.get("context", 1) == 1:
+            return batches, held_out
+        # context splits positions, so inputs and targets need equal lengths
+        return batches.map(data.next_token), [data.next_token(batch) for batch in held_out]
+
+    def log(self) -> list[Callable[..., object]]:
+        """Return the functions that log metrics."""
+        run = self.options.run
+        log = [so.training.jsonl(run.run_dir / METRICS)]
+        if run.tensorboard:
+            log.append(so.training.tensorboard(run.run_dir / "tensorboard"))
+        return [*log, lambda *_: keep_options(self.options, self.num_bytes)]
+
+    def checkpoints(self) -> ConvertingCheckpoints:
+        """Become the writer of the run's folder."""
+        options, run = self.options, self.options.run
+        return ConvertingCheckpoints(
+            run.run_dir / CHECKPOINTS,
+            run.checkpoint_every,
+            2,
+            best="val_loss",
+            resume=run.resume,
+            memory_every=run.memory_every,
+            base=make_base(options, self.tx, self.mesh, self.model.block_model),
+            abstract_params=jax.eval_shape(self.model.init, jax.random.key(0)),
+            say=lambda line: display.say(self.screen, line),
+        )
+
+    def traffic(self, opt: so.ShardedOptimizer, result: so.training.FitResult, batch: PyTree) -> Traffic | None:
+        """Return the bytes that a step at the end of the run sends; None if no step was made."""
+        if not result.history:
+            return None
+        if not self.options.communication.reducer_warmup_steps:
+            return measure(opt, result.state, batch)
+        # a program with a warm-up holds both the exact and the reduced means
+        final_opt = make_strategy(as_sent(self.options, result.step), self.tx, self.mesh, self.model.block_model)
+        state = final_opt.abstract_state(jax.eval_shape(lambda: result.state.params))
+        return measure(final_opt, state, batch)
+
+
 @calling("train")
 def train(options: TrainOptions) -> None:
     """Train, validate and sample, and leave a run folder that can be resumed."""
-    for module in ("grain", "matplotlib"):
-        require(module, extra="cli")
-    check_run_folder(options)
-    check_strategy(options)
-    devices = start_devices(options.where.devices)
-    replicas = options.communication.replicas
-    mesh = mesh_of(options.where.mesh, devices, pipelined=options.is_hybrid, replicas=replicas)
-    options = fitted(options, mesh)
-    model, training, run = options.model, options.training, options.run
-    assert model.layers is not None  # fitted
-    screen = display.open_screen()
-
-    corpus = data.open_corpus(training.data)
-    windows, held_out = data.split(corpus, model.length)
-    trained_model = model_of(model)
-    tx = make_optimizer(
-        training.optimizer, learning_rate=training.learning_rate, steps=training.steps, clip=training.clip
-    )
-    opt = make_strategy(options, tx, mesh, trained_model.block_model)
-    initial_state = so.DeferredInit(trained_model.init, jax.random.key(training.seed))
+    setup = _set_up(options)
+    options, model, screen = setup.options, setup.model, setup.screen
+    training, run = options.training, options.run
+    opt = make_strategy(options, setup.tx, setup.mesh, model.block_model)
+    initial_state = so.DeferredInit(model.init, jax.random.key(training.seed))
     opt.specs(initial_state.shapes())  # the display below needs the parameters' shapes
-    display.show_run(screen, options, opt, trained_model.size, windows, held_out)
+    display.show_run(screen, options, opt, model.size, setup.windows, setup.held_out)
     display.show_placement(screen, options, opt)
     if run.resume:
-        display.show_order_changes(screen, order_changes(options, corpus.num_bytes))
-
-    held_out_batches = data.spread_batches(held_out, training.batch_size, _VALIDATION_BATCHES)
-    batches = data.batches(windows, training.batch_size, seed=training.seed)
-    if mesh.shape.get("context", 1) > 1:  # context splits positions, so inputs and targets need equal lengths
-        held_out_batches, batches = [data.next_token(batch) for batch in held_out_batches], batches.map(data.next_token)
-    log = [so.training.jsonl(run.run_dir / METRICS)]
-    if run.tensorboard:
-        log.append(so.training.tensorboard(run.run_dir / "tensorboard"))
-    log.append(lambda *_: keep_options(options, corpus.num_bytes))
-    with ConvertingCheckpoints(
-        run.run_dir / CHECKPOINTS,
-        run.checkpoint_every,
-        2,
-        best="val_loss",
-        resume=run.resume,
-        memory_every=run.memory_every,
-        base=make_base(options, tx, mesh, trained_model.block_model),
-        abstract_params=jax.eval_shape(trained_model.init, jax.random.key(0)),
-        say=lambda line: display.say(screen, line),
-    ) as checkpoints:
+        display.show_order_changes(screen, order_changes(options, setup.num_bytes))
+    batches, held_out_batches = setup.batches()
+    with setup.checkpoints() as checkpoints:
         if jax.process_index() == 0:  # the folder is locked now
-            write_options(options, corpus.num_bytes)
+            write_options(options, setup.num_bytes)
             write_schedule(opt.config.schedule, run.run_dir / SCHEDULE)
         result = so.fit(
             opt,
@@ -94,25 +136,34 @@ def train(options: TrainOptions) -> None:
             evaluate=so.training.evaluation(opt, held_out_batches),
             evaluate_every=run.evaluate_every,
             checkpoints=checkpoints,
-            log=log,
+            log=setup.log(),
         )
     if result.stopped in ("sigterm", "interrupted"):
         display.show_stopped(screen, options, result)
         return
-
-    prompt = held_out[0]["tokens"][: max(1, model.length // 2)]
-    text = continue_text(result.state.params, trained_model, prompt, num_bytes=_SAMPLE_BYTES, seed=training.seed)
+    prompt = setup.held_out[0]["tokens"][: max(1, options.model.length // 2)]
+    text = continue_text(result.state.params, model, prompt, num_bytes=_SAMPLE_BYTES, seed=training.seed)
     if jax.process_index() == 0:
         display.draw_curve(read_metrics(run.run_dir), run.run_dir / CURVE)
-    traffic = None
-    if result.history:
-        final_opt, state = opt, result.state
-        if options.communication.reducer_warmup_steps:
-            # a program with a warm-up holds both the exact and the reduced means
-            final_opt = make_strategy(as_sent(options, result.step), tx, mesh, trained_model.block_model)
-            state = final_opt.abstract_state(jax.eval_shape(lambda: result.state.params))
-        traffic = measure(final_opt, state, held_out_batches[0])
+    traffic = setup.traffic(opt, result, held_out_batches[0])
     display.show_result(screen, options, result, data.decode(prompt), text, traffic)
+
+
+def _set_up(options: TrainOptions) -> _Setup:
+    """Check the options, start the devices, and open the text."""
+    for module in ("grain", "matplotlib"):
+        require(module, extra="cli")
+    check_run_folder(options)
+    check_strategy(options)
+    devices, replicas = start_devices(options.where.devices), options.communication.replicas
+    mesh = mesh_of(options.where.mesh, devices, pipelined=options.is_hybrid, replicas=replicas)
+    options = fitted(options, mesh)
+    screen, training = display.open_screen(), options.training
+    corpus = data.open_corpus(training.data)
+    windows, held_out = data.split(corpus, options.model.length)
+    schedule = {"learning_rate": training.learning_rate, "steps": training.steps}
+    tx = make_optimizer(training.optimizer, **schedule, clip=training.clip)
+    return _Setup(options, mesh, model_of(options.model), tx, screen, corpus.num_bytes, windows, held_out)
 
 
 def write_schedule(schedule: Schedule | None, path: Path) -> None:

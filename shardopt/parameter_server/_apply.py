@@ -36,8 +36,24 @@ class UpdateResult(NamedTuple):
     metrics: dict[str, jax.Array]
 
 
-RunUpdate = Callable[[PyTree, PyTree, PyTree, Sequence[Any], jax.Array, PyTree, jax.Array], UpdateResult]
-"""`(params, opt_state, rule_state, [(grads, loss, metrics)], rows, pulled, delay)`, traceable, over trained leaves."""
+class Pushes(NamedTuple):
+    """The pushes of an update.
+
+    Attributes:
+      pushed: [(gradient, loss, metrics)].
+      rows: the number of rows of each push.
+      pulled: the parameters that the pushes were computed from, if the rule needs them.
+      delay: versions between the pull and the push.
+    """
+
+    pushed: Sequence[Any]
+    rows: Any
+    pulled: PyTree
+    delay: Any
+
+
+RunUpdate = Callable[[PyTree, tuple[PyTree, PyTree], Pushes], UpdateResult]
+"""`(params, (opt_state, rule_state), pushes)`, traceable, over trained leaves."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +80,7 @@ class Programs:
     @cached_property
     def _jitted(self) -> tuple[Callable[..., Any], ...]:
         """The update of all rows, the update of some rows, and the phases of an update before and after sums over servers."""
-        run, donated = update_program(self.tx, self.rule, self.codec), (1, 2) if self.donate else ()
+        run, donated = update_program(self.tx, self.rule, self.codec), (1,) if self.donate else ()
         sums, finish = split_at_sums(run, self.servers)
         after_one = [1 + i for i in donated]
         run_on_rows = jax.jit(restrict_to_rows(self.tx, run), donate_argnums=after_one)
@@ -106,7 +122,8 @@ def update_program(tx: optax.GradientTransformation, rule: Rule, codec: Compress
     """Return the update as a pure function: average the pushed gradients, then the rule, then the optimizer."""
     update = optax.with_extra_args_support(tx).update
 
-    def run(params, opt_state, rule_state, pushed, rows, pulled, delay) -> UpdateResult:
+    def run(params: PyTree, states: tuple[PyTree, PyTree], pushes: Pushes) -> UpdateResult:
+        (opt_state, rule_state), (pushed, rows, pulled, delay) = states, pushes
         if codec is not None:
             pushed = [(codec.decode(message, params), loss, aux) for message, loss, aux in pushed]
         grads, metrics = _average(pushed, rows)
@@ -125,7 +142,8 @@ def run_arguments(arrays: Sequence[PyTree], updates: Sequence[Update], pulled: P
     """Return the arguments of a `RunUpdate`."""
     pushed = [(update.grads, update.loss, dict(update.metrics)) for update in updates]
     rows = np.asarray([update.rows for update in updates], np.float32)
-    return *arrays, pushed, rows, pulled, np.int32(delay)
+    params, *states = arrays
+    return params, tuple(states), Pushes(pushed, rows, pulled, np.int32(delay))
 
 
 def metrics_of(updates: Sequence[Update]) -> dict[str, jax.Array]:

@@ -1,8 +1,8 @@
 """Asynchronous Local SGD: islands train independently, and push the change of their parameters."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from shardopt.parameter_server._fragments import FragmentPlan, check_fragments
 from shardopt.parameter_server._islands import Island, Islands, Streaming, check_streaming, first_local_device
 from shardopt.parameter_server._optimizer import AsyncOptimizer, check_backend
 from shardopt.parameter_server._run import BatchesOf, Compute, RunSpec
-from shardopt.parameter_server._server import make_server
+from shardopt.parameter_server._server import ServerSettings
 from shardopt.parameter_server._worker import (
     Streams,
     WorkerCompressors,
@@ -165,21 +165,14 @@ def async_local_sgd(
         streaming = Streaming(plan, int(delay), float(mix))
     plan = streaming.fragments if streaming.is_streaming else None
     check_servers(servers, {"reducer": reducer is not None, "fragments, delay or mix": plan is not None})
-    server_options: dict[str, Any] = {
-        "max_staleness": max_staleness,
-        "rule": rule,
-        "nonfinite": nonfinite,
-        "reducer": reducer,
-        "servers": servers,
-        "devices": [] if backend == "ray" or servers == 1 else [first_local_device(island) for island in islands],
-        "fragments": plan,
-    }
+    server_devices = [] if backend == "ray" or servers == 1 else [first_local_device(island) for island in islands]
+    settings = ServerSettings(max_staleness, rule, nonfinite, reducer, servers, server_devices, plan)
     check_params = partial(check_sgd_params, outer, rule, servers)
     spec = RunSpec(
         CALLER,
         len(islands),
-        partial(make_server, outer, **server_options),
-        partial(_make_compute, island_makers, devices_per_island, steps, codec, streaming),
+        settings.maker(outer),
+        IslandsProblem(island_makers, devices_per_island, steps, codec, streaming).make_compute,
         {"local_steps": steps, **codec_header(codec), **streaming.header()},
         backend,
         devices=[int(devices)] * len(islands),
@@ -199,29 +192,39 @@ def _local_islands(strategies: Sequence[ShardedOptimizer | MakeIsland], devices:
     return [strategy if isinstance(strategy, ShardedOptimizer) else strategy(devices) for strategy in strategies]
 
 
-def _make_compute(
-    strategies: Sequence[ShardedOptimizer | MakeIsland],
-    devices: int,
-    local_steps: Sequence[int],
-    codec: Compressor | None,
-    streaming: Streaming,
-    batches_of: BatchesOf,
-    key: np.ndarray,
-    worker: int | None = None,
-) -> Compute:
-    """Return islands that push theta - theta_i after H local steps: all islands, or one on all devices of its processes."""
-    if worker is None:
-        islands = dict(enumerate(_local_islands(strategies, jax.local_devices()[:devices])))
-    else:
-        islands = dict(zip([worker], _local_islands([strategies[worker]], jax.devices()), strict=True))
+@dataclass(frozen=True)
+class IslandsProblem:
+    """Islands that push theta - theta_i after H local steps, before they have data.
 
-    def first_state(worker: int, params: PyTree, clock: int) -> TrainState:
-        island_key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key)), worker)
-        return islands[worker].init(_copy(params), jax.random.fold_in(island_key, clock))
+    Attributes:
+      strategies: the islands, or on Ray the functions that make them.
+      devices: the number of devices of an island on Ray.
+      local_steps: H of each island.
+      codec: the encoder of pushes, or None.
+      streaming: the schedule of fragments.
+    """
 
-    streams = Streams(CALLER, batches_of, [steps // streaming.fragments.num_fragments for steps in local_steps])
-    made_islands = {worker: Island(opt, streaming) for worker, opt in islands.items()}
-    return Islands(made_islands, streaming, first_state, streams, WorkerCompressors(codec)).compute()
+    strategies: Sequence[ShardedOptimizer | MakeIsland]
+    devices: int
+    local_steps: Sequence[int]
+    codec: Compressor | None
+    streaming: Streaming
+
+    def make_compute(self, batches_of: BatchesOf, key: np.ndarray, worker: int | None = None) -> Compute:
+        """Return all islands; or with `worker` one of them, on all devices of its processes."""
+        if worker is None:
+            islands = dict(enumerate(_local_islands(self.strategies, jax.local_devices()[: self.devices])))
+        else:
+            islands = dict(zip([worker], _local_islands([self.strategies[worker]], jax.devices()), strict=True))
+
+        def first_state(worker: int, params: PyTree, clock: int) -> TrainState:
+            island_key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key)), worker)
+            return islands[worker].init(_copy(params), jax.random.fold_in(island_key, clock))
+
+        num_fragments = self.streaming.fragments.num_fragments
+        streams = Streams(CALLER, batches_of, [steps // num_fragments for steps in self.local_steps])
+        made_islands = {worker: Island(opt, self.streaming) for worker, opt in islands.items()}
+        return Islands(made_islands, self.streaming, first_state, streams, WorkerCompressors(self.codec)).compute()
 
 
 @jax.jit

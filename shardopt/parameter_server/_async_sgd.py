@@ -14,6 +14,7 @@ from shardopt.core._errors import calling, error_text
 from shardopt.mesh import data_axes, make_mesh
 from shardopt.parameter_server._clock import check_max_staleness
 from shardopt.parameter_server._optimizer import AsyncOptimizer, check_backend
+from shardopt.parameter_server._server import ServerSettings
 from shardopt.parameter_server._sparse import check_sparse
 from shardopt.parameter_server._worker import local_meshes, sgd_spec
 from shardopt.parameter_server.rules import Rule
@@ -122,25 +123,15 @@ def async_sgd(
     check_servers(servers, {"reducer": reducer is not None, "sparse": bool(sparse)})
     on_ray = backend == "ray"
     worker_devices = process_sizes(workers) if on_ray else worker_meshes(workers)
-    spec = sgd_spec(
-        CALLER,
-        tx,
-        loss_fn,
-        worker_devices,
-        max_staleness=max_staleness,
-        rule=rule,
-        nonfinite=nonfinite,
-        reducer=reducer,
-        sparse=check_sparse(sparse),
-        servers=servers,
-        devices=[] if on_ray or servers == 1 else [mesh.devices.flat[0] for mesh in local_meshes(worker_devices)],
-    )
+    meshes = tuple(local_meshes(worker_devices))
+    devices = [] if on_ray or servers == 1 else [mesh.devices.flat[0] for mesh in meshes]
+    settings = ServerSettings(max_staleness, rule, nonfinite, reducer, servers, devices)
+    spec = sgd_spec(CALLER, tx, loss_fn, worker_devices, settings, sparse=check_sparse(sparse))
     if on_ray:
         restarts = int(max_restarts)
         spec = spec._replace(
             backend="ray", devices=worker_devices, address=address, max_restarts=restarts, hang_timeout=hang_timeout
         )
-    meshes = tuple(local_meshes(worker_devices))
     return AsyncOptimizer(spec, spec.make_server(donate=True), meshes, tx, max_staleness, rule)
 
 

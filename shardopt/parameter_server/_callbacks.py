@@ -5,20 +5,20 @@ from collections.abc import Callable, Mapping
 import jax
 import numpy as np
 
+from shardopt.checkpoint._checkpoints import Checkpoints
 from shardopt.core import _early_stopping as stopping
 from shardopt.core._arguments import check_count
 from shardopt.core._early_stopping import EarlyStopping, StoppingState
 from shardopt.core._errors import calling, error_text, format_error
 from shardopt.core._types import PyTree
 from shardopt.parameter_server._coordinator import Coordinator, Milestone, SavePolicy
-from shardopt.parameter_server._run import CheckpointStore, Run, RunSnapshot, load_snapshot, restore_run
+from shardopt.parameter_server._run import Run, RunSnapshot, load_snapshot, restore_run
 from shardopt.parameter_server._server import Server
 from shardopt.parameter_server._views import Show
 
 EvaluateParams = Callable[[PyTree], Mapping[str, float | jax.Array]]
 """`evaluate(params) -> metrics`."""
 
-_STORE_ATTRIBUTES = ("every", "save", "restore", "wait")
 _PROGRESS_SECONDS = 0.25
 """Seconds between two looks at the run."""
 
@@ -30,7 +30,7 @@ class Callbacks:
         self,
         caller: str,
         *,
-        checkpoints: CheckpointStore | None = None,
+        checkpoints: Checkpoints | None = None,
         early_stopping: EarlyStopping | None = None,
         evaluate: EvaluateParams | None = None,
         evaluate_every: int = 100,
@@ -38,7 +38,7 @@ class Callbacks:
     ):
         if not isinstance(progress, bool):
             raise TypeError(error_text(f"progress must be True or False, got {progress!r}."))
-        if checkpoints is not None and not all(hasattr(checkpoints, name) for name in _STORE_ATTRIBUTES):
+        if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
             problem = f"checkpoints must be a shardopt.Checkpoints, got {type(checkpoints).__name__}."
             raise TypeError(error_text(problem, fix="pass so.Checkpoints(folder, every=100, keep=3)."))
         if early_stopping is not None and not isinstance(early_stopping, EarlyStopping):

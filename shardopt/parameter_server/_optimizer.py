@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from shardopt.checkpoint._checkpoints import Checkpoints
 from shardopt.core._arguments import check_count, check_number, is_integer
 from shardopt.core._early_stopping import EarlyStopping
 from shardopt.core._errors import calling, error_text
@@ -18,7 +19,7 @@ from shardopt.parameter_server._callbacks import Callbacks, EvaluateParams
 from shardopt.parameter_server._log import Log
 from shardopt.parameter_server._ray import run_on_ray
 from shardopt.parameter_server._replay import check_log, replay_events
-from shardopt.parameter_server._run import AsyncResult, Availability, BatchesOf, CheckpointStore, Job, RunSpec
+from shardopt.parameter_server._run import AsyncResult, Availability, BatchesOf, Job, RunSpec
 from shardopt.parameter_server._server import Server
 from shardopt.parameter_server._simulation import check_availability
 from shardopt.parameter_server._threads import run_on_threads
@@ -60,7 +61,7 @@ class AsyncOptimizer:
         rng: jax.Array | None = None,
         availability: Availability | None = None,
         log_path: str | os.PathLike[str] | None = None,
-        checkpoints: CheckpointStore | None = None,
+        checkpoints: Checkpoints | None = None,
         early_stopping: EarlyStopping | None = None,
         evaluate: EvaluateParams | None = None,
         evaluate_every: int = 100,

@@ -34,13 +34,13 @@ from shardopt.parameter_server._run import (
     AsyncResult,
     Compute,
     Job,
-    MakeServer,
     Run,
     RunSnapshot,
     RunSpec,
     restore_run,
     take_snapshot,
 )
+from shardopt.parameter_server._server import MakeServer
 from shardopt.parameter_server._settings import settings_values, use_settings
 from shardopt.parameter_server._sharded import combine_leaves, shard, unshard
 from shardopt.parameter_server._updates import Update
@@ -253,11 +253,8 @@ class RayDriver:
             address = group[0].address.remote(self.token) if len(group) > 1 else ""
             for rank, actor in enumerate(group):
                 followers = group[1:] if rank == 0 else ()
-                group_position = address, len(group), rank, *followers
-                work = actor.work.remote(
-                    self.server, worker, self.incarnations[worker], self.pickled_compute, *group_position
-                )
-                self.running[work] = worker, rank
+                place = GroupPlace(worker, self.incarnations[worker], len(group), rank, followers)
+                self.running[actor.work.remote(self.server, self.pickled_compute, place, address)] = worker, rank
 
     def watch(self) -> bool:
         """Handle milestones and dead workers until no worker runs; return False if the server has died."""
@@ -518,6 +515,24 @@ class ServerProcess:
             return [references[number]]  # in a list, or Ray would send the parameters themselves
 
 
+class GroupPlace(NamedTuple):
+    """The place of a process among the processes of a run.
+
+    Attributes:
+      worker: the number of its worker.
+      incarnation: how often the worker was restarted.
+      num_processes: the number of processes of the worker.
+      rank: the number of this process among them.
+      followers: for the first process, the other processes.
+    """
+
+    worker: int
+    incarnation: int
+    num_processes: int
+    rank: int
+    followers: "tuple[ActorHandle, ...]"
+
+
 class WorkerProcess:
     """A process of a worker; its programs stay compiled when the server restarts."""
 
@@ -538,31 +553,22 @@ class WorkerProcess:
         self.shared_answers.put(answer)
 
     def work(
-        self,
-        server: "ActorHandle",
-        worker: int,
-        incarnation: int,
-        pickled_compute: bytes,
-        address: str,
-        num_processes: int,
-        rank: int,
-        *followers: "ActorHandle",
+        self, server: "ActorHandle", pickled_compute: bytes, place: GroupPlace, address: str
     ) -> ServerLostReport | ProcessFailure | None:
-        """Work until the run ends, as process `rank` of `num_processes`; return the failure that ended it, or None."""
+        """Work until the run ends; return the failure that ended it, or None. `address` joins the processes of a group."""
         from ray import cloudpickle
 
-        coordinator = (
-            RemoteCoordinator(server, self.token, self.servers) if rank == 0 else Follower(self.shared_answers)
-        )
+        is_first = place.rank == 0
+        coordinator = RemoteCoordinator(server, self.token, self.servers) if is_first else Follower(self.shared_answers)
         try:
             compute = self.compute
             if compute is None:
-                if num_processes > 1:
-                    initialize(address, num_processes, rank)
+                if place.num_processes > 1:
+                    initialize(address, place.num_processes, place.rank)
                 make_compute, batches_of, key = cloudpickle.loads(pickled_compute)
-                compute = self.compute = make_compute(batches_of, key, worker)
-            client = Leader(coordinator, self.token, followers) if followers else coordinator
-            run_worker(client, compute, worker, incarnation)
+                compute = self.compute = make_compute(batches_of, key, place.worker)
+            client = Leader(coordinator, self.token, place.followers) if place.followers else coordinator
+            run_worker(client, compute, place.worker, place.incarnation)
         except CoordinatorError as error:
             return error.failure or ServerLostReport(coordinator.version)
         except Exception as error:

@@ -12,7 +12,7 @@ from shardopt.core._types import PyTree
 from shardopt.mesh import make_mesh
 from shardopt.parameter_server._log import Header, Log, Positions
 from shardopt.parameter_server._run import BatchesOf, Compute
-from shardopt.parameter_server._server import Server
+from shardopt.parameter_server._server import Server, ServerSettings
 from shardopt.parameter_server._updates import digest
 from shardopt.parameter_server._worker import check_codec, sgd_spec
 from shardopt.parameter_server.rules import Rule, from_config
@@ -74,18 +74,10 @@ def replay(
         fix = "call opt.replay(log, params, batches_of) of the AsyncOptimizer that so.async_local_sgd returns."
         raise ValueError(format_error(CALLER, "this is the log of a run of async_local_sgd.", fix=fix))
     _check_reducer(header.get("reducer"), reducer)
-    spec = sgd_spec(
-        CALLER,
-        tx,
-        loss_fn,
-        [make_mesh(data=size, devices=jax.local_devices()[:size]) for size in header["devices"]],
-        max_staleness=header["max_staleness"],
-        rule=_rule(header["rule"], rule),
-        nonfinite=header["nonfinite"],
-        reducer=reducer,
-        sparse=header.get("sparse", ()),
-        servers=header.get("servers", 1),
-    )
+    meshes = [make_mesh(data=size, devices=jax.local_devices()[:size]) for size in header["devices"]]
+    recorded_rule, servers = _rule(header["rule"], rule), header.get("servers", 1)
+    settings = ServerSettings(header["max_staleness"], recorded_rule, header["nonfinite"], reducer, servers)
+    spec = sgd_spec(CALLER, tx, loss_fn, meshes, settings, sparse=header.get("sparse", ()))
     compute = spec.make_compute(batches_of, np.asarray(header["rng"], np.uint32))
     return replay_events(log, spec.make_server(donate=False), compute, params)
 

@@ -8,19 +8,18 @@ import io
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardopt.checkpoint._checkpoints import Checkpoints
 from shardopt.core._errors import CheckpointError, format_error
 from shardopt.core._types import PyTree, TrainState
 from shardopt.parameter_server._clock import PersistentMap, make_clock
 from shardopt.parameter_server._log import Event, Header, Log, Positions
-from shardopt.parameter_server._mathematics import Mathematics
-from shardopt.parameter_server._server import Server, ServerState
+from shardopt.parameter_server._server import MakeServer, Server, ServerState
 from shardopt.parameter_server._updates import Update, check_params, digest
 from shardopt.parameter_server._views import Status, WorkerStats, summarize
 
@@ -48,14 +47,6 @@ class Compute(NamedTuple):
     update: Callable[[int, PyTree, PyTree, int], Update | None]
     on_server: Callable[[PyTree], PyTree]
     ahead: Callable[[int, PyTree], None] | None = None
-
-
-class MakeServer(Protocol):
-    """Makes the server of a run."""
-
-    def __call__(self, *, donate: bool, mathematics: Mathematics | None = None) -> Server:
-        """Return a new server; see `make_server`."""
-        ...
 
 
 class MakeCompute(Protocol):
@@ -275,30 +266,6 @@ def _as_arrays(history: Sequence[Mapping[str, jax.Array | np.ndarray]]) -> dict[
     return {name: np.asarray([row[name] for row in rows]) for name in (rows[0] if rows else ())}
 
 
-class CheckpointStore(Protocol):
-    """The interface of `shardopt.Checkpoints` that a run uses; this package must not import `shardopt.checkpoint`."""
-
-    directory: Path
-    every: int
-    resume: bool
-
-    def save(self, state: PyTree, *, step: int, metrics: dict[str, Any], extra: dict[str, Any]) -> None:
-        """Write in the background."""
-        ...
-
-    def restore(self, target: PyTree, *, step: int | None = None) -> tuple[PyTree, dict[str, Any]]:
-        """Return a state and the `extra` that was saved with it."""
-        ...
-
-    def latest(self) -> int | None:
-        """Return the newest step."""
-        ...
-
-    def wait(self) -> None:
-        """Wait until all saves are committed."""
-        ...
-
-
 class RunSnapshot(NamedTuple):
     """A copy of a run right after an update, from which `restore_run` continues.
 
@@ -352,7 +319,7 @@ def restore_run(caller: str, run: Run, snapshot: RunSnapshot) -> None:
     run.restore(restored, log, history, dict(record.get("unsent", ())))
 
 
-def load_snapshot(caller: str, checkpoints: CheckpointStore, server: Server, params: PyTree, step: int) -> RunSnapshot:
+def load_snapshot(caller: str, checkpoints: Checkpoints, server: Server, params: PyTree, step: int) -> RunSnapshot:
     """Read a snapshot from a checkpoint, onto the device of the parameters."""
 
     def initial_state(params: PyTree) -> TrainState:

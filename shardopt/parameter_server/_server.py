@@ -3,7 +3,8 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import optax
@@ -30,6 +31,22 @@ from shardopt.parameter_server.rules import Rule, plain
 from shardopt.reducers import Reducer, compressor
 
 CALLER = "parameter_server"
+
+
+class ServerSettings(NamedTuple):
+    """Settings of a run's server; see `make_server`."""
+
+    max_staleness: int | None
+    rule: Rule | None = None
+    nonfinite: str = "raise"
+    reducer: Reducer | None = None
+    servers: int = 1
+    devices: Devices = ()
+    fragments: FragmentPlan | None = None
+
+    def maker(self, tx: optax.GradientTransformation | None) -> "MakeServer":
+        """Return the function that makes the server with these settings."""
+        return partial(make_server, tx, **self._asdict())
 
 
 class Pulled(NamedTuple):
@@ -224,6 +241,14 @@ class Server:
         if self.mathematics is None:
             return state
         return state._replace(**self.mathematics.apply(state[:3], updates, pulled, delay)._asdict())
+
+
+class MakeServer(Protocol):
+    """Makes the server of a run."""
+
+    def __call__(self, *, donate: bool, mathematics: Mathematics | None = None) -> Server:
+        """Return a new server; see `make_server`."""
+        ...
 
 
 @calling(CALLER)

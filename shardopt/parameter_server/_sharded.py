@@ -14,6 +14,7 @@ from shardopt.core._errors import calling, error_text, format_error
 from shardopt.core._types import PyTree, Weighted, abstract, wide_dtype
 from shardopt.parameter_server._apply import (
     Programs,
+    Pushes,
     UpdateResult,
     copy_without_weak_type,
     run_arguments,
@@ -200,7 +201,7 @@ def check_shardable(tx: optax.GradientTransformation, rule: Rule, params: PyTree
         params, pulled = params_and_pulled
         wide = wide_dtype(jax.tree.leaves(grads)[0].dtype)
         pushed = [(grads, Weighted(jnp.ones((), wide), jnp.ones((), wide)), {})]
-        result = run(params, *state, pushed, jnp.ones(1), pulled, jnp.int32(1))
+        result = run(params, state, Pushes(pushed, jnp.ones(1), pulled, jnp.int32(1)))
         return result.params, (result.opt_state, result.rule_state)
 
     # An optax transformation with the same mathematics, which `check_elementwise` can trace.

@@ -4,7 +4,6 @@ import heapq
 import itertools
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -17,7 +16,7 @@ from shardopt.core._errors import calling, error_text, format_error
 from shardopt.core._types import PyTree
 from shardopt.mesh import make_mesh
 from shardopt.parameter_server._run import AsyncResult, BatchesOf, Compute, Run
-from shardopt.parameter_server._server import make_server
+from shardopt.parameter_server._server import ServerSettings
 from shardopt.parameter_server._updates import trained
 from shardopt.parameter_server._worker import check_codec, key_data, no_compute, sgd_spec
 from shardopt.parameter_server.durations import Duration, check_duration, seconds_of
@@ -131,13 +130,13 @@ def simulate(
     if missing and len(missing) < len(training_arguments):
         problem = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing for real mathematics."
         raise ValueError(format_error(CALLER, problem, fix="pass tx, loss_fn, params and batches_of, or none of them."))
-    options = {"max_staleness": max_staleness, "rule": rule, "nonfinite": nonfinite, "reducer": reducer}
+    settings = ServerSettings(max_staleness, rule, nonfinite, reducer)
     if tx is None or loss_fn is None or batches_of is None:
-        make_run_server, header, compute, sizes = partial(make_server, None, **options), {}, no_compute(), (0, 0)
+        make_server, header, compute, sizes = settings.maker(None), {}, no_compute(), (0, 0)
     else:
         mesh = make_mesh(data=1, devices=jax.local_devices()[:1])
-        spec, key = sgd_spec(CALLER, tx, loss_fn, [mesh] * len(workers), **options), key_data(rng)
-        make_run_server, header, compute = spec.make_server, spec.settings(key), spec.make_compute(batches_of, key)
+        spec, key = sgd_spec(CALLER, tx, loss_fn, [mesh] * len(workers), settings), key_data(rng)
+        make_server, header, compute = spec.make_server, spec.settings(key), spec.make_compute(batches_of, key)
         spec.check_params(params)
         params = compute.on_server(params)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
@@ -146,7 +145,7 @@ def simulate(
         sizes = (message_bytes, message_bytes)
     transfers = [(worker.transfer_seconds(sizes[0]), worker.transfer_seconds(sizes[1])) for worker in workers]
     loop = EventLoop(workers, transfers, compute, server_seconds, seed)
-    loop.run = Run(make_run_server(donate=False), params, header, lambda: loop.now)
+    loop.run = Run(make_server(donate=False), params, header, lambda: loop.now)
     return loop.run.finish(loop.run_until(num_updates, until))
 
 

@@ -126,24 +126,26 @@ def gather_union_rows(grads: Sequence[PyTree], params: PyTree) -> tuple[list[PyT
 def restrict_to_rows(tx: optax.GradientTransformation, run: Callable[..., Any]) -> Callable[..., Any]:
     """Return an update like `run` that reads and changes only some rows of parameters and optimizer state.
 
-    `run(params, opt_state, rule_state, ...)` is an update program as in `apply.RunUpdate`. The returned function takes the
+    `run(params, states, pushes)` is an update program as in `apply.RunUpdate`. The returned function takes the
     `row_indices` from `gather_union_rows` as an additional first argument. It refuses an update whose result for
     some rows would differ from its result for the same rows among all rows.
     """
 
-    def run_on_rows(row_indices, params, opt_state, rule_state, pushed, rows, pulled, delay):
+    def run_on_rows(row_indices, params, states, pushes):
+        opt_state, rule_state = states
         if jax.tree.leaves(rule_state):
             raise ValueError(format_error(CALLER, "a rule with a state cannot take sparse pushes.", fix=FIX))
         owners = _owners(tx, params, row_indices)
-        _check_by_row(run, (params, opt_state, rule_state, pushed, rows, pulled, delay), owners, row_indices)
+        _check_by_row(run, (params, states, pushes), owners, row_indices)
         leaf_indices = [*jax.tree.leaves(row_indices), np.zeros(0, np.int32)]
         state_indices = jax.tree.unflatten(jax.tree.structure(opt_state), [leaf_indices[owner] for owner in owners])
         param_rows, state_rows = (
             jax.tree.map(_take_rows, params, row_indices),
             jax.tree.map(_take_rows, opt_state, state_indices),
         )
-        pulled = None if pulled is None else jax.tree.map(_take_rows, pulled, row_indices)
-        result = run(param_rows, state_rows, rule_state, pushed, rows, pulled, delay)
+        if pushes.pulled is not None:
+            pushes = pushes._replace(pulled=jax.tree.map(_take_rows, pushes.pulled, row_indices))
+        result = run(param_rows, (state_rows, rule_state), pushes)
         return result._replace(
             params=jax.tree.map(_put_rows, result.params, params, row_indices),
             opt_state=jax.tree.map(_put_rows, result.opt_state, opt_state, state_indices),
@@ -187,7 +189,7 @@ def _check_by_row(run: Callable[..., Any], args: tuple[Any, ...], state_owners: 
     but its parameters are not known. So a norm of the gradients over some rows equals the norm over all rows, and a norm
     of the parameters does not.
     """
-    params, opt_state, rule_state, pushed, rows, pulled, delay = args
+    params, _, pushes = args
     param_owners = [i if x.shape != (0,) else DENSE for i, x in enumerate(jax.tree.leaves(row_indices))]
     all_counts = [
         leaf.shape[0] if i != DENSE else 0 for i, leaf in zip(param_owners, jax.tree.leaves(params), strict=True)
@@ -202,12 +204,12 @@ def _check_by_row(run: Callable[..., Any], args: tuple[Any, ...], state_owners: 
         )
     owners: list[int] = [*param_owners, *state_owners]
     zeros = [None] * len(owners)
-    for _, *loss_and_metrics in pushed:
+    for _, *loss_and_metrics in pushes.pushed:
         num_scalars = len(jax.tree.leaves(loss_and_metrics))
         owners += [*param_owners, *[DENSE] * num_scalars]
         zeros += [*[0.0] * len(param_owners), *[None] * num_scalars]
-    owners += [DENSE, *([] if pulled is None else param_owners), DENSE]
-    leaves, treedef = jax.tree.flatten(abstract((params, opt_state, rule_state, pushed, rows, pulled, delay)))
+    owners += [DENSE, *([] if pushes.pulled is None else param_owners), DENSE]
+    leaves, treedef = jax.tree.flatten(abstract(args))
     zeros += [None] * (len(leaves) - len(zeros))
     labels = [
         Label(SAME) if owner == DENSE else Label(ELEMENT, pad_value=zero)

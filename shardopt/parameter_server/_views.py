@@ -253,25 +253,22 @@ class WorkerStats:
 
     def __init__(self, events: Iterable[Event] = ()):
         self._last_event: dict[int, Event] = {}
-        self._pushes: dict[int, int] = {}
-        self._waited: dict[int, float] = {}
-        self._staleness: dict[int, int] = {}
-        self._new: set[int] = set()
+        self._stats: dict[int, WorkerStatus] = {}  # up to the last event; `doing` and `seconds` are not known
         for event in events:
             self.record(event)
 
     def record(self, event: Event) -> None:
         """Count an event."""
-        worker = event.worker
+        worker, kind = event.worker, event.kind
+        stats = self._stats.get(worker) or WorkerStatus(worker, "", 0.0, 0, 0, 0, 0.0)
         self._last_event[worker] = event
-        self._pushes[worker] = self._pushes.get(worker, 0) + (event.kind == "push")
-        self._waited[worker] = self._waited.get(worker, 0.0) + event.waited
-        if event.kind == "pull":
-            self._staleness[worker] = event.staleness
-        elif event.kind in ("join", "resume"):
-            self._new.add(worker)
-        else:
-            self._new.discard(worker)
+        self._stats[worker] = stats._replace(
+            clock=event.clock + (kind in ("push", "refuse")),
+            staleness=event.staleness if kind == "pull" else stats.staleness,
+            pushes=stats.pushes + (kind == "push"),
+            waited=stats.waited + event.waited,
+            is_new=stats.is_new if kind == "pull" else kind in ("join", "resume"),
+        )
 
     def workers(self, now: float, waits: Callable[[int], bool]) -> tuple[WorkerStatus, ...]:
         """Return the current status of each worker; `waits(worker)`: does the bound hold back a worker between its steps?"""
@@ -280,10 +277,7 @@ class WorkerStats:
             last = self._last_event[worker]
             between_steps = "waits" if last.kind not in ("pull", "leave") and waits(worker) else "loads"
             doing = {"pull": "computes", "leave": "gone"}.get(last.kind, between_steps)
-            step = last.clock + (last.kind in ("push", "refuse"))
-            staleness = self._staleness.get(worker, 0)
-            pushes, waited = self._pushes[worker], self._waited[worker]
-            return WorkerStatus(worker, doing, now - last.time, step, staleness, pushes, waited, worker in self._new)
+            return self._stats[worker]._replace(doing=doing, seconds=now - last.time)
 
         return tuple(status_of(worker) for worker in sorted(self._last_event))
 
@@ -307,22 +301,17 @@ def show_workers(caller: str, *, shown: bool, console: "Console | None" = None) 
     if not shown:
         yield lambda status, last=False: None
         return
-    if console is None and not is_installed("rich"):
-        yield _show_every(
-            _LINE_SECONDS, lambda status: print(progress_line(caller, status), file=sys.stderr, flush=True)
-        )
-        return
-    from rich.console import Console
+    if console is None and is_installed("rich"):
+        from rich.console import Console
 
-    output = console or Console(stderr=True)
-    if not (output.is_terminal or output.is_jupyter):
-        yield _show_every(
-            _LINE_SECONDS, lambda status: output.print(progress_line(caller, status), markup=False, highlight=False)
-        )
+        console = Console(stderr=True)
+    if console is None or not (console.is_terminal or console.is_jupyter):
+        file = sys.stderr if console is None else console.file
+        yield _show_every(_LINE_SECONDS, lambda status: print(progress_line(caller, status), file=file, flush=True))
         return
     from rich.live import Live
 
-    with Live(console=output, auto_refresh=False) as live:
+    with Live(console=console, auto_refresh=False) as live:
         yield _show_every(_TABLE_SECONDS, lambda status: live.update(progress_table(caller, status), refresh=True))
 
 

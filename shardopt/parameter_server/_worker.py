@@ -2,9 +2,9 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +24,9 @@ from shardopt.losses._parts import LossParts, loss_parts
 from shardopt.losses._separable import find_mixing, find_trained_weight
 from shardopt.mesh import make_mesh, on_mesh
 from shardopt.parameter_server._run import BatchesOf, Compute, RunSpec
-from shardopt.parameter_server._server import make_server
+from shardopt.parameter_server._server import ServerSettings
 from shardopt.parameter_server._settings import capture_settings
-from shardopt.parameter_server._sharded import Devices, check_shardable
+from shardopt.parameter_server._sharded import check_shardable
 from shardopt.parameter_server._sparse import check_matches, is_rows, to_sparse_rows
 from shardopt.parameter_server._updates import Update, check_params, finiteness, replace_trained, trained
 from shardopt.parameter_server.rules import Rule, plain
@@ -38,6 +38,10 @@ from shardopt.step._inputs import check_batch, check_keys, place_batch
 if TYPE_CHECKING:
     from shardopt.parameter_server._coordinator import WorkerTask
     from shardopt.parameter_server._ray_groups import CoordinatorClient
+
+
+WorkerDevices = Sequence[Mesh] | Sequence[int]
+"""The mesh of each worker, or the number of devices of each worker's process."""
 
 
 def run_worker(coordinator: "CoordinatorClient", compute: Compute, worker: int, incarnation: int = 0) -> None:
@@ -87,43 +91,36 @@ def sgd_spec(
     caller: str,
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
-    workers: Sequence[Mesh] | Sequence[int],
+    workers: WorkerDevices,
+    settings: ServerSettings,
     *,
-    max_staleness: int | None,
-    rule: Rule | None,
-    nonfinite: str,
-    reducer: Reducer | None,
     sparse: Sequence[str] = (),
-    servers: int = 1,
-    devices: Devices = (),
 ) -> RunSpec:
-    """Return the description of a run whose workers push gradients; arguments as in `async_sgd`, except for two.
+    """Return the description of a run whose workers push gradients.
 
-    `workers` has the mesh of each worker, or the number of devices of each worker's process. `devices` are the devices
-    of the servers.
+    Args:
+      caller: the function that the user called, for messages.
+      tx: the optimizer.
+      loss_fn: the loss.
+      workers: the mesh of each worker, or the number of devices of each worker's process.
+      settings: the settings of the server.
+      sparse: regexes of sparse leaves, as in `async_sgd`.
     """
-    make_gradients(caller, tx, loss_fn, local_meshes(workers[:1])[0], None)  # checks the optimizer and the loss
+    num_averaged = len(workers) if settings.max_staleness == 0 else 1
+    problem = SgdProblem(caller, tx, loss_fn, workers, tuple(sparse), None, num_averaged)
+    problem.config_of(local_meshes(workers[:1])[0])  # checks the optimizer and the loss
     with calling(caller):
-        codec = check_codec(reducer, sparse)
+        codec = check_codec(settings.reducer, sparse)
     header = {"devices": [worker.size if isinstance(worker, Mesh) else int(worker) for worker in workers]}
     header |= {"sparse": list(sparse)} if sparse else {}
     return RunSpec(
         caller,
         len(workers),
-        partial(
-            make_server,
-            tx,
-            max_staleness=max_staleness,
-            rule=rule,
-            nonfinite=nonfinite,
-            reducer=reducer,
-            servers=servers,
-            devices=devices,
-        ),
-        partial(make_compute, caller, tx, loss_fn, workers, sparse, codec, max_staleness == 0),
+        settings.maker(tx),
+        replace(problem, codec=codec).make_compute,
         header | codec_header(codec),
-        check_params=partial(check_sgd_params, tx, rule, servers),
-        servers=int(servers),
+        check_params=partial(check_sgd_params, tx, settings.rule, settings.servers),
+        servers=int(settings.servers),
     )
 
 
@@ -140,7 +137,7 @@ def check_sgd_params(tx: optax.GradientTransformation, rule: Rule | None, server
         check_shardable(tx, plain() if rule is None else rule, params, servers)
 
 
-def local_meshes(workers: Sequence[Mesh] | Sequence[int]) -> list[Mesh]:
+def local_meshes(workers: WorkerDevices) -> list[Mesh]:
     """Return a mesh of this process for each worker, also for workers that run in other processes."""
     devices = jax.local_devices()
     return [
@@ -151,121 +148,120 @@ def local_meshes(workers: Sequence[Mesh] | Sequence[int]) -> list[Mesh]:
     ]
 
 
-def make_compute(
-    caller: str,
-    tx: optax.GradientTransformation,
-    loss_fn: LossFn,
-    workers: Sequence[Mesh] | Sequence[int],
-    sparse: Sequence[str],
-    codec: Compressor | None,
-    synchronous: bool,
-    batches_of: BatchesOf,
-    key: np.ndarray,
-    worker: int | None = None,
-) -> Compute:
-    """Return workers that push the gradient of a batch: all workers, or one on all devices of its process; see `sgd_spec`.
+@dataclass(frozen=True)
+class SgdProblem:
+    """The gradients that workers push, before they have data.
 
-    If the workers are synchronous, the loss must be a mean over the batches of all workers.
-    """
-    if worker is None:
-        meshes = dict(enumerate(local_meshes(workers)))
-    else:
-        meshes = {worker: make_mesh(data=-1, devices=jax.local_devices())}
-    first_mesh = next(iter(meshes.values()))
-    streams, compressors = Streams(caller, batches_of), WorkerCompressors(codec)
-    gradients, server_device = (
-        make_gradients(caller, tx, loss_fn, first_mesh, key, num_workers=len(workers) if synchronous else 1),
-        first_mesh.devices.flat[0],
-    )
-
-    def update(worker: int, params: PyTree, batch: PyTree, clock: int) -> Update:
-        if sparse:
-            with calling(caller):  # on the thread of a worker
-                check_matches(sparse, trained(params))
-        update = gradients(meshes[worker], params, batch, worker, clock)
-        if sparse:
-            update = update._replace(grads=to_sparse_rows(update.grads, sparse))
-        if codec is not None:  # on the first device of the worker: all its devices have the same gradient
-            update = compressors.encode(worker, to_device(update, meshes[worker].devices.flat[0]))
-        return jax.block_until_ready(to_device(update, server_device))
-
-    def begin(worker: int, position: int) -> None:
-        streams.begin(worker, position)
-        compressors.begin(worker)
-
-    return Compute(begin, streams.next_batch, update, lambda tree: jax.device_put(tree, server_device))
-
-
-def no_compute(*_: object) -> Compute:
-    """Return workers that compute nothing and have endless empty batches."""
-    return Compute(lambda worker, position: None, lambda worker: (), lambda *_: None, lambda tree: tree)
-
-
-Gradients = Callable[[Mesh, PyTree, PyTree, int, int], Update]
-"""`(mesh, params, batch, worker, clock) -> Update`, computed on this mesh."""
-
-
-def make_gradients(
-    caller: str,
-    tx: optax.GradientTransformation,
-    loss_fn: LossFn,
-    mesh: Mesh,
-    rng: np.ndarray | None,
-    *,
-    num_workers: int = 1,
-) -> Gradients:
-    """Return a function that computes an update, on any mesh whose devices share the rows of the batch.
-
-    It differentiates the loss total over all rows, in the global view. A loss with `rng` gets another key for each
-    clock and worker: the same key that `ddp` gives device `worker` at step `clock`.
-
-    Args:
+    Attributes:
       caller: the function that the user called, for messages.
       tx: the optimizer, which is checked.
       loss_fn: the loss.
-      mesh: a mesh like the meshes that the function will get.
-      rng: the random key, as numbers.
-      num_workers: the loss must be a mean over the batches of so many workers.
+      workers: the mesh of each worker, or the number of devices of each worker's process.
+      sparse: regexes of sparse leaves.
+      codec: the encoder of pushes, or None.
+      num_averaged: the loss must be a mean over the batches of so many workers.
     """
-    check_loss = make_loss_check(num_workers)
-    prepared: dict[Mesh, tuple[StrategyConfig, Callable[..., Update]]] = {}
-    programs: dict[jax.sharding.AbstractMesh, Callable[..., Update]] = {}
 
-    def prepare(mesh: Mesh) -> tuple[StrategyConfig, Callable[..., Update]]:
-        config = check_config(configure(caller, tx, mesh, loss_fn, DDP, {"view": "global"}))
-        program = jax.jit(on_mesh(config.mesh, _program(config)))
-        # Several threads may be here at once: all of them use the program of the first one.
-        return prepared.setdefault(mesh, (config, programs.setdefault(config.mesh.abstract_mesh, program)))
+    caller: str
+    tx: optax.GradientTransformation
+    loss_fn: LossFn
+    workers: WorkerDevices
+    sparse: tuple[str, ...]
+    codec: Compressor | None
+    num_averaged: int
 
-    def run(mesh: Mesh, params: PyTree, batch: PyTree, worker: int, clock: int) -> Update:
-        config, program = prepared.get(mesh) or prepare(mesh)
-        batch = as_arrays(caller, batch)
+    def config_of(self, mesh: Mesh) -> StrategyConfig:
+        """Check the optimizer and the loss, and return the configuration of a mesh."""
+        return check_config(configure(self.caller, self.tx, mesh, self.loss_fn, DDP, {"view": "global"}))
+
+    def make_compute(self, batches_of: BatchesOf, key: np.ndarray, worker: int | None = None) -> Compute:
+        """Return all workers; or with `worker` one of them, on all devices of its process."""
+        if worker is None:
+            meshes = dict(enumerate(local_meshes(self.workers)))
+        else:
+            meshes = {worker: make_mesh(data=-1, devices=jax.local_devices())}
+        streams, compressors = Streams(self.caller, batches_of), WorkerCompressors(self.codec)
+        return SgdWorkers(self, meshes, key, streams, compressors).compute()
+
+
+@dataclass(frozen=True)
+class SgdWorkers:
+    """Workers that push the gradient of a batch: of the loss total over all rows, in the global view.
+
+    A loss with `rng` gets another key for each clock and worker: the same key that `ddp` gives device `worker` at step
+    `clock`.
+
+    Attributes:
+      problem: the loss and the encoding of its gradients.
+      meshes: the mesh of each worker in this process, whose devices share the rows of a batch.
+      key: the random key, as numbers.
+      streams: the data.
+      compressors: the encoders of pushes.
+      prepared: the configuration and the program of each mesh.
+      programs: the program of each shape of meshes.
+      checked: the shapes of parameters and batches whose loss is checked.
+    """
+
+    problem: SgdProblem
+    meshes: Mapping[int, Mesh]
+    key: np.ndarray
+    streams: "Streams"
+    compressors: "WorkerCompressors"
+    prepared: dict[Mesh, tuple[StrategyConfig, Callable[..., Update]]] = field(default_factory=dict)
+    programs: dict[jax.sharding.AbstractMesh, Callable[..., Update]] = field(default_factory=dict)
+    checked: set[object] = field(default_factory=set)
+
+    def compute(self) -> Compute:
+        """Return the work as a run takes it."""
+        return Compute(self.begin, self.streams.next_batch, self.update, self.on_server)
+
+    def on_server(self, tree: PyTree) -> PyTree:
+        """Return arrays on the device of the server, the first device of the first worker."""
+        return jax.device_put(tree, next(iter(self.meshes.values())).devices.flat[0])
+
+    def begin(self, worker: int, position: int) -> None:
+        """Let a worker join or resume."""
+        self.streams.begin(worker, position)
+        self.compressors.begin(worker)
+
+    def update(self, worker: int, params: PyTree, batch: PyTree, clock: int) -> Update:
+        """Return the gradient of a batch, on the device of the server."""
+        sparse, mesh = self.problem.sparse, self.meshes[worker]
+        if sparse:
+            with calling(self.problem.caller):  # on the thread of a worker
+                check_matches(sparse, trained(params))
+        update = self._gradient(mesh, params, batch, worker, clock)
+        if sparse:
+            update = update._replace(grads=to_sparse_rows(update.grads, sparse))
+        if self.compressors.codec is not None:  # on the first device of the worker: all have the same gradient
+            update = self.compressors.encode(worker, to_device(update, mesh.devices.flat[0]))
+        return jax.block_until_ready(to_device(update, next(iter(self.meshes.values())).devices.flat[0]))
+
+    def _gradient(self, mesh: Mesh, params: PyTree, batch: PyTree, worker: int, clock: int) -> Update:
+        config, program = self.prepared.get(mesh) or self._prepare(mesh)
+        batch = as_arrays(self.problem.caller, batch)
         check_batch(config, batch)
-        check_loss(config, params, batch)
+        self._check_loss(config, params, batch)
         params = jax.device_put(params, NamedSharding(config.mesh, PartitionSpec()))
         batch = place_batch(config, batch)
-        update = program(params, batch, rng, np.int32(worker), np.int32(clock))
+        update = program(params, batch, self.key, np.int32(worker), np.int32(clock))
         return update._replace(rows=num_rows(config, batch))
 
-    prepare(mesh)
-    return run
+    def _prepare(self, mesh: Mesh) -> tuple[StrategyConfig, Callable[..., Update]]:
+        config = self.problem.config_of(mesh)
+        program = jax.jit(on_mesh(config.mesh, _program(config)))
+        # Several threads may be here at once: all of them use the program of the first one.
+        return self.prepared.setdefault(mesh, (config, self.programs.setdefault(config.mesh.abstract_mesh, program)))
 
-
-def make_loss_check(num_workers: int) -> Callable[[StrategyConfig, PyTree, PyTree], None]:
-    """Return a function that refuses a loss whose gradient is not the sum of the pushes; it checks each batch shape once.
-
-    Args:
-      num_workers: the number of workers whose pushes are averaged.
-    """
-    checked: set[object] = set()
-
-    def check(config: StrategyConfig, params: PyTree, batch: PyTree) -> None:
+    def _check_loss(self, config: StrategyConfig, params: PyTree, batch: PyTree) -> None:
+        """Refuse a loss whose gradient is not the sum of the pushes; check each batch shape once."""
         shapes = abstract((params, batch))
         key = jax.tree.structure(shapes), *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(shapes))
-        if key in checked:
+        if key in self.checked:
             return
-        rng = jax.eval_shape(lambda: jax.random.key(0)) if takes_rng(config.loss.loss_fn) else None
-        if weight := find_trained_weight(config.loss.loss_fn, *shapes, caller=config.strategy, key=rng):
+        loss_fn, num_workers = config.loss.loss_fn, self.problem.num_averaged
+        rng = jax.eval_shape(lambda: jax.random.key(0)) if takes_rng(loss_fn) else None
+        if weight := find_trained_weight(loss_fn, *shapes, caller=config.strategy, key=rng):
             problem = (
                 f"{weight} of so.Weighted depends on the parameters, and a push has the gradient of the total only."
             )
@@ -273,9 +269,12 @@ def make_loss_check(num_workers: int) -> Callable[[StrategyConfig, PyTree, PyTre
             raise NotSeparableError(format_error(config.strategy, problem, fix=fix))
         if num_workers > 1 and len(row_counts(config, batch)) == 1:
             _check_mean(config, shapes[0], shapes[1], num_workers, rng)
-        checked.add(key)
+        self.checked.add(key)
 
-    return check
+
+def no_compute(*_: object) -> Compute:
+    """Return workers that compute nothing and have endless empty batches."""
+    return Compute(lambda worker, position: None, lambda worker: (), lambda *_: None, lambda tree: tree)
 
 
 def _check_mean(config: StrategyConfig, params: PyTree, batch: PyTree, num_workers: int, rng: jax.Array | None) -> None:

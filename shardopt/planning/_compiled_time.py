@@ -161,7 +161,7 @@ def step_seconds(
     """
     parsed = read_program(program, args, mesh=mesh)
     check_schedule(parsed.module, schedule)
-    chip = find_hardware("step_seconds", hardware) if hardware is not None else hardware_of(parsed.devices)
+    chip = find_hardware(hardware) if hardware is not None else hardware_of(parsed.devices)
     return walk_schedule(parsed, chip, schedule)
 
 

@@ -120,57 +120,39 @@ def _gathers_and_sums(placed: PlacedModel, other_axes: tuple[str, ...]) -> list[
     elements, layout, size = placed.elements, placed.layout, placed.itemsize
     replicated = elements.replicated_blocks + elements.replicated_outer
     sharded = elements.sharded_blocks + elements.sharded_outer
-    if not placed.shards.opt_state and layout.pipeline > 1:
-        return [
-            Transfer("all-reduce", "data", "gradients", size * elements.blocks(), 1, also=other_axes),
-            Transfer(
-                "all-reduce",
-                "data",
-                "outer gradients",
-                _FP32_BYTES * elements.outer(),
-                1,
-                also=(*other_axes, "pipeline"),
-            ),
-        ]
-    if not placed.shards.opt_state:
-        return [Transfer("all-reduce", "data", "gradients", size * (replicated + sharded), 1, also=other_axes)]
-    replicated_sum = Transfer("all-reduce", "data", "gradients", size * replicated, 1, also=other_axes)
     m, pipelined, scattered = layout.micro_batches, layout.pipeline > 1, placed.scattered_itemsize
     outer_calls = 1 if pipelined else m
+
+    def over_data(kind: str, content: str, size: float, calls: float = 1, *, hidden: bool = False) -> Transfer:
+        return Transfer(kind, "data", content, size, calls, hidden, other_axes)
+
+    if not placed.shards.opt_state and pipelined:
+        outer_gradients = over_data("all-reduce", "outer gradients", _FP32_BYTES * elements.outer())
+        return [
+            over_data("all-reduce", "gradients", size * elements.blocks()),
+            outer_gradients._replace(also=(*other_axes, "pipeline")),
+        ]
+    if not placed.shards.opt_state:
+        return [over_data("all-reduce", "gradients", size * (replicated + sharded))]
+    replicated_sum = over_data("all-reduce", "gradients", size * replicated)
     if not placed.shards.params:
+        sums = outer_calls if placed.shards.grads else 1
         return [
             replicated_sum,
-            Transfer(
-                "reduce-scatter",
-                "data",
-                "gradients",
-                scattered * sharded,
-                outer_calls if placed.shards.grads else 1,
-                also=other_axes,
-            ),
-            Transfer("all-gather", "data", "weights", size * sharded, 1, also=other_axes),
+            over_data("reduce-scatter", "gradients", scattered * sharded, sums),
+            over_data("all-gather", "weights", size * sharded),
         ]
     # with regather every pass gathers every block of every micro-batch; without it the step gathers all blocks once
     blocks, regather = placed.num_blocks, layout.regather
-    passes = 3 if pipelined and layout.remat else 2
+    passes = (3 if pipelined and layout.remat else 2) if regather else 1
     block_elements, calls = (elements.sharded_blocks / blocks, blocks * m) if regather else (elements.sharded_blocks, 1)
     gathered, outer = placed.gathered_itemsize, elements.sharded_outer - elements.tables
     return [
         replicated_sum,
-        Transfer(
-            "all-gather",
-            "data",
-            "weights",
-            gathered * block_elements,
-            passes * calls if regather else 1,
-            hidden=regather,
-            also=other_axes,
-        ),
-        Transfer(
-            "reduce-scatter", "data", "gradients", scattered * block_elements, calls, hidden=regather, also=other_axes
-        ),
-        Transfer("all-gather", "data", "outer weights", gathered * outer, outer_calls, also=other_axes),
-        Transfer("reduce-scatter", "data", "outer gradients", scattered * outer, outer_calls, also=other_axes),
+        over_data("all-gather", "weights", gathered * block_elements, passes * calls, hidden=regather),
+        over_data("reduce-scatter", "gradients", scattered * block_elements, calls, hidden=regather),
+        over_data("all-gather", "outer weights", gathered * outer, outer_calls),
+        over_data("reduce-scatter", "outer gradients", scattered * outer, outer_calls),
     ]
 
 
@@ -483,14 +465,14 @@ def step_time(
     """
     layout = placed.layout
     times = {transfer: seconds(transfer, layout, hardware, slices=slices) for transfer in transfers}
-    overlapped = {transfer for transfer in transfers if transfer.hidden and transfer.kind in hardware.hides}
-    hidden = sum(times[transfer] for transfer in overlapped)
-    data_axes = ("data", "replica")
-    exposed = sum(time for transfer, time in times.items() if transfer not in overlapped and transfer.axis in data_axes)
-    tensor = sum(time for transfer, time in times.items() if transfer.axis == "tensor")
-    pipeline = sum(time for transfer, time in times.items() if transfer.axis == "pipeline")
-    context = sum(time for transfer, time in times.items() if transfer not in overlapped and transfer.axis == "context")
-    expert = sum(time for transfer, time in times.items() if transfer.axis == "expert")
+    exposed: dict[str, float] = dict.fromkeys(("data", "replica", "tensor", "pipeline", "context", "expert"), 0.0)
+    hidden = 0.0
+    for transfer, time in times.items():
+        if transfer.hidden and transfer.kind in hardware.hides:
+            hidden += time
+        else:
+            exposed[transfer.axis] += time
+    tensor, pipeline = exposed["tensor"], exposed["pipeline"]
     passes = pass_seconds(placed, transfers, hardware, batch_size=batch_size, slices=slices)
     # state and parameters are read and written, gradients (fp32) read
     update_bytes = 2 * (placed.params + placed.opt_state) + _FP32_BYTES * placed.params / placed.itemsize
@@ -508,8 +490,9 @@ def step_time(
             pipeline -= sum(time for transfer, time in times.items() if _is_message(transfer))
         table_seconds = table.program_time(**pass_times, communication=passes.communication if sends_ahead else 0.0)
         bubble = max(table_seconds - compute - tensor, 0.0)
-    data, update = exposed + max(hidden - compute, 0.0), update_bytes / hardware.memory_bandwidth
-    return StepTime(compute, tensor, data, pipeline, bubble, update, context, expert)
+    data = exposed["data"] + exposed["replica"] + max(hidden - compute, 0.0)
+    update = update_bytes / hardware.memory_bandwidth
+    return StepTime(compute, tensor, data, pipeline, bubble, update, exposed["context"], exposed["expert"])
 
 
 class PassSeconds(NamedTuple):

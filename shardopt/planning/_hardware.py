@@ -2,10 +2,11 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 
-from shardopt.core._errors import format_error
+from shardopt.core._errors import error_text
 
 GIB = 2**30
 Devices = Sequence[jax.Device]
@@ -47,24 +48,35 @@ class Hardware:
     clock: float | None = None
 
 
-def _tpu(
-    name: str, tflops: float, gib: float, hbm: float, ici: float, dims: int, pod: int, dcn: float, ghz: float
-) -> Hardware:
-    """Convert the units of Google's tables: `ici` is GB/s per chip in both directions, `dcn` is Gbit/s per chip."""
-    return Hardware(
-        name=name,
-        flops=tflops * 1e12,
-        memory_bytes=int(gib * GIB),
-        memory_bandwidth=hbm * 1e9,
-        # A chip has two links per axis. "Bidirectional" rates add sending and receiving, so half of it is sent.
-        link_bandwidth=ici * 1e9 / 2 / dims,
-        torus_dims=dims,
-        pod_chips=pod,
-        network_bandwidth=dcn * 1e9 / 8,
-        source=f"docs.cloud.google.com/tpu/docs/{name.removeprefix('tpu') if name != 'tpu7x' else name}",
-        hides=("all-gather", "collective-permute") if name in ("v4", "v5e") else _ALL,
-        clock=ghz * 1e9,
-    )
+class _Tpu(NamedTuple):
+    """A row of Google's tables: `ici` is GB/s per chip in both directions, `dcn` is Gbit/s per chip."""
+
+    name: str
+    tflops: float
+    gib: float
+    hbm: float
+    ici: float
+    dims: int
+    pod: int
+    dcn: float
+    ghz: float
+
+    def hardware(self) -> Hardware:
+        """Return the chip, with the units converted."""
+        return Hardware(
+            name=self.name,
+            flops=self.tflops * 1e12,
+            memory_bytes=int(self.gib * GIB),
+            memory_bandwidth=self.hbm * 1e9,
+            # A chip has two links per axis. "Bidirectional" rates add sending and receiving, so half of it is sent.
+            link_bandwidth=self.ici * 1e9 / 2 / self.dims,
+            torus_dims=self.dims,
+            pod_chips=self.pod,
+            network_bandwidth=self.dcn * 1e9 / 8,
+            source=f"docs.cloud.google.com/tpu/docs/{self.name}",
+            hides=("all-gather", "collective-permute") if self.name in ("v4", "v5e") else _ALL,
+            clock=self.ghz * 1e9,
+        )
 
 
 def _gpu(name: str, tflops: float, gb: float, hbm: float, nvlink: float, network: float, source: str) -> Hardware:
@@ -81,11 +93,11 @@ HARDWARE = {
         _gpu("h100", 989.4, 80, 3.35, 900, 400, "H100 SXM datasheet; DGX H100: one 400 Gbit/s port a GPU"),
         _gpu("h200", 989.4, 141, 4.8, 900, 400, "H200 SXM datasheet; DGX H200: one 400 Gbit/s port a GPU"),
         _gpu("b200", 2250, 180, 8.0, 1800, 400, "DGX B200 datasheet, an eighth of it; one 400 Gbit/s port a GPU"),
-        _tpu("v4", 275, 32, 1200, 600, 3, 4096, 50, 1.05),
-        _tpu("v5e", 197, 16, 819, 400, 2, 256, 25, 1.5),
-        _tpu("v5p", 459, 95, 2765, 1200, 3, 6144, 50, 1.75),
-        _tpu("v6e", 918, 32, 1638, 800, 2, 256, 100, 1.75),
-        _tpu("tpu7x", 2307, 192, 7380, 1200, 3, 9216, 100, 2.2),
+        _Tpu("v4", 275, 32, 1200, 600, 3, 4096, 50, 1.05).hardware(),
+        _Tpu("v5e", 197, 16, 819, 400, 2, 256, 25, 1.5).hardware(),
+        _Tpu("v5p", 459, 95, 2765, 1200, 3, 6144, 50, 1.75).hardware(),
+        _Tpu("v6e", 918, 32, 1638, 800, 2, 256, 100, 1.75).hardware(),
+        _Tpu("tpu7x", 2307, 192, 7380, 1200, 3, 9216, 100, 2.2).hardware(),
     )
 }
 """Known chips by name.
@@ -111,11 +123,10 @@ _DEVICE_KINDS = {
 _ALIASES = {"7x": "tpu7x", "v7x": "tpu7x", "ironwood": "tpu7x", "trillium": "v6e", "v5litepod": "v5e"}
 
 
-def find_hardware(caller: str, name: str | Hardware) -> Hardware:
+def find_hardware(name: str | Hardware) -> Hardware:
     """Return the chip with this name; return a `Hardware` unchanged.
 
     Args:
-      caller: the function that the user called, for messages.
       name: a name such as "v5p" or "h100", in upper or lower case; or a `Hardware`.
 
     Raises:
@@ -123,19 +134,19 @@ def find_hardware(caller: str, name: str | Hardware) -> Hardware:
       ValueError: if there is no chip with this name.
 
     Example:
-      >>> find_hardware("plan", "V5P").memory_bytes == 95 * 2**30
+      >>> find_hardware("V5P").memory_bytes == 95 * 2**30
       True
     """
     if isinstance(name, Hardware):
         return name
     if not isinstance(name, str):
         fix = "pass a name such as 'v5p', or a so.planning.Hardware."
-        raise TypeError(format_error(caller, f"hardware must be a name or a Hardware, got {name!r}.", fix=fix))
+        raise TypeError(error_text(f"hardware must be a name or a Hardware, got {name!r}.", fix=fix))
     normalized_name = name.lower().strip()
     normalized_name = _ALIASES.get(normalized_name, normalized_name)
     if normalized_name not in HARDWARE:
         fix = f"use one of {', '.join(HARDWARE)}, or describe the chip with so.planning.Hardware."
-        raise ValueError(format_error(caller, f"unknown hardware {name!r}.", fix=fix))
+        raise ValueError(error_text(f"unknown hardware {name!r}.", fix=fix))
     return HARDWARE[normalized_name]
 
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from shardopt.core._block_model import BlockModel
-from shardopt.core._errors import format_error, plural
+from shardopt.core._errors import error_text, format_error, plural
 from shardopt.core._types import PyTree, Rules, leaves_with_paths
 from shardopt.planning._attention_kernels import BACKWARD, FORWARD, splash_flops
 from shardopt.planning._workload import Attention, Bytes, Experts, NamedValue, Workload, tensor_sums
@@ -203,107 +203,119 @@ class Transformer:
             again instead. The name of these values is "dispatched".
           - Latent attention: its narrow products are counted in addition.
         """
-        T, D, H, G, K, F = self.length, self.dim, self.num_heads, self.kv_heads, self.width, self.hidden
-        size, fp32_size, gate = jnp.dtype(self.dtype).itemsize, 4, int(self.gated)
-        params, token_bytes = self.abstract_params(), size * T
-        mlps, top_k = self.mlps, self.top_k if self.num_experts else 0
-        weight_flops = (
-            2 * T * sum(math.prod(leaf.shape[1:]) for name, leaf in params["blocks"].items() if name in _PRODUCTS)
-        )
-        expert_flops = 2 * T * D * (2 + gate) * F * top_k
-        weight_flops += expert_flops
-        score_flops = 4 * T * T * H * K
-        if self.latent is not None:
-            score_flops += 2 * T * T * H * self.latent.rope
-        arrived, hidden = top_k * token_bytes * D, top_k * token_bytes * (1 + gate) * F
-        expert_residuals = (0, 0) if self.expert_chunk is not None else (arrived, hidden)
-        scores = 0 if self.fused_attention else fp32_size * H * T * T
+        T, D, F, mlps = self.length, self.dim, self.hidden, self.mlps
+        qkv_width = (self.num_heads + 2 * self.kv_heads) * self.width
+        params, token_bytes, attention = self.abstract_params(), self._token_bytes, self._attention()
+        blocks = params["blocks"].items()
+        weight_flops = 2 * T * sum(math.prod(leaf.shape[1:]) for name, leaf in blocks if name in _PRODUCTS)
+        weight_flops += 2 * T * D * (2 + self.gated) * F * self._chosen_experts
+        block_flops, head_flops = weight_flops + attention.flops, 2 * T * D * self.vocab_size
+        # a stage stores the results of products; its weight gradient does not read the mixed values
+        products = Bytes(token_bytes * 2 * D, token_bytes * (qkv_width + (1 + self.gated) * mlps * F))
+        mixed, scores = Bytes(sharded=attention.queries), Bytes(sharded=attention.scores)
+        residuals = Bytes(token_bytes * 4 * D, token_bytes * (qkv_width + 6 * mlps * F)).plus(mixed).plus(scores)
+        stage_residuals, deferred = products.plus(mixed).plus(scores), products
         # cotangents at the widest point of a block, and of the scores
-        experts, working = None, Bytes(token_bytes * 2 * D, token_bytes * 2 * mlps * F + scores)
-        if self.num_experts:
-            share = 1.0 if self.expert_chunk is None else min(1.0, self.expert_chunk / T)
-            buffers = Bytes(share * arrived, share * hidden)
-            expert_working = Bytes(share * arrived, share * (hidden + 2 * top_k * token_bytes * F))
-            # rows, gradients of results and gradients of rows, each as it travels and as products read it
-            exchange_working = Bytes(6 * share * arrived).plus(buffers, -1)
-            in_one_chunk = self.expert_chunk is None
-            experts = Experts(
-                EXPERT_LEAVES,
-                self.num_experts,
-                self.top_k,
-                token_bytes * D,
-                buffers,
-                expert_working,
-                exchange_working,
-                saves_buffers=in_one_chunk,
-            )
-            working = working.plus(expert_working).plus(Bytes() if in_one_chunk else buffers)
-        attention_flops = score_flops / (2 if self.fused_attention else 1)
-        block_flops = weight_flops + attention_flops
-        rope = K if self.latent is None else self.latent.rope
-        widths = {"keys": K if self.latent is None else K + rope, "values": K}
-        rotated_heads = 0 if self.positions else H + (G if self.latent is None else 1)
-        # on TPU, rotary positions swap halves of a head by an inner product
-        rotation_flops = 2.0 * T * rope * rope * rotated_heads
-        forward, backward = (
-            splash_flops(*products, heads=H, length=T, **widths) + rotation_flops for products in (FORWARD, BACKWARD)
-        )
-        head_flops = 2 * T * D * self.vocab_size
+        working = Bytes(token_bytes * 2 * D, token_bytes * 2 * mlps * F).plus(scores)
+        experts = self._experts() if self.num_experts else None
+        if experts is not None:
+            working = working.plus(experts.working)
+            if experts.saves_buffers:
+                residuals, stage_residuals, deferred = (
+                    stored.plus(experts.buffers) for stored in (residuals, stage_residuals, deferred)
+                )
+            else:
+                working = working.plus(experts.buffers)
         return Workload(
             name=self.name,
             params=params,
             rules=self.rules,
             tokens=T,
             block_flops=block_flops,
-            recompute_flops=block_flops - 2 * T * F * D * (mlps + top_k),
+            recompute_flops=block_flops - 2 * T * F * D * (mlps + self._chosen_experts),
             ends_flops=head_flops,
             boundary_bytes=token_bytes * D,
-            residuals=Bytes(
-                token_bytes * 4 * D + expert_residuals[0],
-                token_bytes * (2 * H * K + 2 * G * K + 6 * mlps * F) + expert_residuals[1] + scores,
-            ),
-            stage_residuals=Bytes(
-                token_bytes * 2 * D + expert_residuals[0],
-                token_bytes * (2 * H * K + 2 * G * K + (1 + gate) * mlps * F) + expert_residuals[1] + scores,
-            ),
-            deferred=Bytes(
-                token_bytes * 2 * D + expert_residuals[0],
-                token_bytes * (H * K + 2 * G * K + (1 + gate) * mlps * F) + expert_residuals[1],
-            ),
+            residuals=residuals,
+            stage_residuals=stage_residuals,
+            deferred=deferred,
             working=working,
             # logits in fp32; their gradient overwrites them
-            ends_working=Bytes(sharded=fp32_size * T * self.vocab_size),
+            ends_working=Bytes(sharded=_FP32_BYTES * T * self.vocab_size),
             tensor_sums=tensor_sums(params, self.rules, EXPERT_LEAVES),
-            model_flops=3 * (self.num_layers * (weight_flops + score_flops / 2) + head_flops),
-            itemsize=size,
+            model_flops=3 * (self.num_layers * (weight_flops + self._score_flops / 2) + head_flops),
+            itemsize=jnp.dtype(self.dtype).itemsize,
             loss_reads=("norm", "embedding" if self.tied else "head"),
             tables=() if self.tied else ("embedding",),
             table_ids=0.0 if self.tied else float(T),
             table_numbers=0.0 if self.tied else float(T * D),
-            attention=Attention(
-                token_bytes * H * K, token_bytes * G * K, G, scores, attention_flops, (forward, backward)
-            ),
+            attention=attention,
             experts=experts,
-            named=(
-                NamedValue("qkv", Bytes(0, token_bytes * (H + 2 * G) * K), 2.0 * T * D * (H + 2 * G) * K, 0),
-                NamedValue("attention", Bytes(0, token_bytes * H * K), 2.0 * T * T * H * K, 0),
-                NamedValue("attention_out", Bytes(token_bytes * D, 0), 2.0 * T * D * H * K, 1),
-                *(
-                    [
-                        NamedValue(
-                            "mlp_hidden",
-                            Bytes(0, mlps * token_bytes * (1 + gate) * F),
-                            2.0 * T * D * mlps * (1 + gate) * F,
-                            0,
-                        )
-                    ]
-                    if mlps
-                    else []
-                ),
-            ),
+            named=self._named_values(),
         )
 
+    @property
+    def _token_bytes(self) -> int:
+        """Bytes of one number for each token of a row."""
+        return jnp.dtype(self.dtype).itemsize * self.length
 
+    @property
+    def _chosen_experts(self) -> int:
+        return self.top_k if self.num_experts else 0
+
+    @property
+    def _score_flops(self) -> float:
+        """Flops of all T x T scores, and of mixing the values by them."""
+        rope = 0 if self.latent is None else self.latent.rope
+        return 2 * self.length**2 * self.num_heads * (2 * self.width + rope)
+
+    def _attention(self) -> Attention:
+        T, H, G, K = self.length, self.num_heads, self.kv_heads, self.width
+        rope, key_width = (K, K) if self.latent is None else (self.latent.rope, K + self.latent.rope)
+        rotated_heads = 0 if self.positions else H + (G if self.latent is None else 1)
+        # on TPU, rotary positions swap halves of a head by an inner product
+        rotation_flops = 2.0 * T * rope * rope * rotated_heads
+        forward, backward = (
+            splash_flops(*products, heads=H, length=T, keys=key_width, values=K) + rotation_flops
+            for products in (FORWARD, BACKWARD)
+        )
+        return Attention(
+            queries=self._token_bytes * H * K,
+            keys=self._token_bytes * G * K,
+            kv_heads=G,
+            scores=0 if self.fused_attention else _FP32_BYTES * H * T * T,
+            flops=self._score_flops / (2 if self.fused_attention else 1),
+            kernel_flops=(forward, backward),
+        )
+
+    def _experts(self) -> Experts:
+        token_bytes, D, F = self._token_bytes, self.dim, self.hidden
+        share = self.top_k * (1.0 if self.expert_chunk is None else min(1.0, self.expert_chunk / self.length))
+        buffers = Bytes(share * token_bytes * D, share * token_bytes * (1 + self.gated) * F)
+        return Experts(
+            EXPERT_LEAVES,
+            self.num_experts,
+            self.top_k,
+            tokens=token_bytes * D,
+            buffers=buffers,
+            working=buffers.plus(Bytes(sharded=share * 2 * token_bytes * F)),
+            # rows, gradients of results and gradients of rows, each as it travels and as products read it
+            exchange_working=Bytes(6 * buffers.replicated).plus(buffers, -1),
+            saves_buffers=self.expert_chunk is None,
+        )
+
+    def _named_values(self) -> tuple[NamedValue, ...]:
+        T, D, H, K, token_bytes = self.length, self.dim, self.num_heads, self.width, self._token_bytes
+        qkv_width, hidden_width = (H + 2 * self.kv_heads) * K, self.mlps * (1 + self.gated) * self.hidden
+        values = (
+            NamedValue("qkv", Bytes(0, token_bytes * qkv_width), 2.0 * T * D * qkv_width, 0),
+            NamedValue("attention", Bytes(0, token_bytes * H * K), 2.0 * T * T * H * K, 0),
+            NamedValue("attention_out", Bytes(token_bytes * D, 0), 2.0 * T * D * H * K, 1),
+            NamedValue("mlp_hidden", Bytes(0, token_bytes * hidden_width), 2.0 * T * D * hidden_width, 0),
+        )
+        return values if self.mlps else values[:-1]
+
+
+_FP32_BYTES = 4
 _PRODUCTS = ("q", "kv", "out", "up", "down", "q_down", "kv_down", "router")
 _llama = functools.partial(Transformer, num_kv_heads=8)
 _gpt = functools.partial(Transformer, gated=False, tied=True, vocab_size=50257, positions=1024, length=1024)
@@ -352,7 +364,7 @@ MODELS = {
 """Published models by name, with the sequence length of their training."""
 
 
-def find_model(caller: str, name: Any) -> Transformer:
+def find_model(name: Any) -> Transformer:
     """Return the published model with this name; return a `Transformer` unchanged.
 
     Raises:
@@ -360,7 +372,7 @@ def find_model(caller: str, name: Any) -> Transformer:
       ValueError: if there is no such name.
 
     Example:
-      >>> round(find_model("plan", "llama3-8b").num_parameters / 1e9, 2)
+      >>> round(find_model("llama3-8b").num_parameters / 1e9, 2)
       8.03
     """
     if isinstance(name, Transformer):
@@ -375,11 +387,9 @@ def find_model(caller: str, name: Any) -> Transformer:
                 "make a so.BlockModel of the loss, and pass so.planning.trace(model, abstract_params, abstract_batch); of a "
                 "loss without blocks so.aot compiles one layout."
             )
-        raise TypeError(
-            format_error(caller, f"model must be a name, a Transformer or a Workload, got {shown}.", fix=fix)
-        )
+        raise TypeError(error_text(f"model must be a name, a Transformer or a Workload, got {shown}.", fix=fix))
     normalized_name = name.lower().strip().replace("llama-", "llama").replace("llama3.1-", "llama3-")
     if normalized_name not in MODELS:
         fix = f"use one of {', '.join(MODELS)}, or describe it with so.planning.Transformer."
-        raise ValueError(format_error(caller, f"unknown model {name!r}.", fix=fix))
+        raise ValueError(error_text(f"unknown model {name!r}.", fix=fix))
     return MODELS[normalized_name]

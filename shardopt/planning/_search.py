@@ -197,8 +197,8 @@ def plan(
       Time is a roofline of published peaks (`step_time`), not fitted to any run. Trust the order of the layouts more
       than the seconds.
     """
-    workload = model if isinstance(model, Workload) else find_model("plan", model).workload()
-    chip = find_hardware("plan", hardware)
+    workload = model if isinstance(model, Workload) else find_model(model).workload()
+    chip = find_hardware(hardware)
     _check(chips, batch_size, slices, placements, schedules, headroom)
     opt_state = abstract_opt_state(workload, tx)
     limit = chip.memory_bytes * (1 - headroom)
@@ -234,7 +234,8 @@ def plan(
 
     fixed_schedules = [name for name in schedules if name != "search"]
     tried_schedules = fixed_schedules or SCHEDULES[:1]
-    rank(_layouts(workload, chips, batch_size, slices, placements, tried_schedules, remat_choices, dtypes))
+    space = _Space(workload, chips, batch_size, slices, placements, tried_schedules, remat_choices, dtypes)
+    rank(space.layouts())
     # "search" and gathering once are tried on the best layouts alone
     if "search" in schedules:
         rank(_layouts_to_search(fitting, dropped))
@@ -304,95 +305,108 @@ _MAX_SIZE = 64
 """The largest sizes of tensor and pipeline, and the largest number of micro-batches, that are tried."""
 
 
-def _layouts(
-    workload: Workload,
-    chips: int,
-    batch_size: int,
-    slices: int,
-    placements: Sequence[str],
-    schedules: Sequence[str],
-    remat: Sequence[bool | str],
-    dtypes: tuple[DTypeLike | None, DTypeLike | None],
-) -> Iterator[Layout]:
-    """Yield the layouts of `chips` chips whose sizes divide the model and the batch.
-
-    - tensor and pipeline: powers of two up to 64, or small divisors of the number of chips. Stages divide the blocks.
-    - replica: 1, or one copy per slice.
-    - context: divisors of the positions, if there are fewer rows than chips or rows of more than 16,384 positions.
-    - expert: divisors of the number of experts.
-    - data: the remaining chips.
-    - micro-batches: powers of two, with at least one row per device; in a pipeline at least one per stage.
-    """
-    # fsdp computes elementwise operations again, so saving all inner products equals remat=False
-    redundant = [
-        choice
-        for choice in remat
-        if False in remat and isinstance(choice, str) and not _recompute_flops(workload, choice)
-    ]
-    for tensor in _divisors(chips // slices, _MAX_SIZE if any(workload.tensor_sums) else 1):
-        stages = [n for n in _divisors(chips // slices // tensor, _MAX_SIZE) if workload.num_blocks % n == 0]
-        inner_sizes = itertools.product(stages, _contexts(workload, chips, batch_size), _experts(workload, chips))
-        for pipeline, context, expert in inner_sizes:
-            copies, remainder = divmod(chips // slices // tensor, pipeline * context * expert)
-            if remainder or batch_size % (copies * slices * expert):
-                continue
-            copies *= slices
-            micro_batches = [
-                m
-                for m in _divisors(batch_size // copies // expert, _MAX_SIZE, small=0)
-                if pipeline == 1 or m >= pipeline
-            ]
-            for replica in sorted({1, slices}):
-                if copies % replica:
-                    continue
-                data = copies // replica
-                can_shard = data * context * expert > 1
-                tried_remat = [choice for choice in remat if pipeline == 1 or isinstance(choice, bool)]
-                options = (placements if can_shard else ("ddp",), schedules if pipeline > 1 else (None,), tried_remat)
-                for m, placement, schedule, choice in itertools.product(micro_batches, *options):
-                    if placement == "fsdp" and choice in redundant:
-                        continue
-                    gather_dtype = dtypes[0] if placement == "fsdp" else None
-                    scatter_dtype = dtypes[1] if placement != "ddp" else None
-                    for chunks in _chunks(workload, pipeline, m, schedule):
-                        sizes = replica, data, pipeline, tensor
-                        yield Layout(
-                            *sizes, placement, m, schedule, chunks, choice, gather_dtype, scatter_dtype, context, expert
-                        )
-
-
 _LONG_ROW = 16_384
 
 
-def _contexts(workload: Workload, chips: int, batch_size: int) -> list[int]:
-    if workload.attention is None or (batch_size >= chips and workload.tokens <= _LONG_ROW):
-        return [1]
-    return [n for n in _divisors(chips, _MAX_SIZE, small=0) if workload.tokens % n == 0]
+class _Space(NamedTuple):
+    """The layouts to try; the fields are arguments of `plan`.
 
+    Attributes:
+      workload: the model.
+      chips: number of chips.
+      batch_size: rows of the global batch.
+      slices: number of pods.
+      placements: placements to try.
+      schedules: schedules to try.
+      remat: values of `remat` to try.
+      dtypes: dtypes of the gathers of fsdp, and of the reduce-scatters.
+    """
 
-def _experts(workload: Workload, chips: int) -> list[int]:
-    if workload.experts is None:
-        return [1]
-    return [n for n in _divisors(chips, _MAX_SIZE, small=0) if workload.experts.num_experts % n == 0]
+    workload: Workload
+    chips: int
+    batch_size: int
+    slices: int
+    placements: Sequence[str]
+    schedules: Sequence[str]
+    remat: Sequence[bool | str]
+    dtypes: tuple[DTypeLike | None, DTypeLike | None]
 
+    def layouts(self) -> Iterator[Layout]:
+        """Yield the layouts of `chips` chips whose sizes divide the model and the batch.
 
-def _recompute_flops(workload: Workload, remat: bool | str) -> float:
-    recompute = workload.recompute(remat)
-    return 0.0 if recompute is None else recompute.flops
+        - tensor and pipeline: powers of two up to 64, or small divisors of the number of chips. Stages divide the
+          blocks.
+        - replica: 1, or one copy per slice.
+        - context: divisors of the positions, if there are fewer rows than chips or rows of more than 16,384 positions.
+        - expert: divisors of the number of experts.
+        - data: the remaining chips.
+        - micro-batches: powers of two, with at least one row per device; in a pipeline at least one per stage.
+        """
+        slice_chips = self.chips // self.slices
+        for tensor in _divisors(slice_chips, _MAX_SIZE if any(self.workload.tensor_sums) else 1):
+            stages = [n for n in _divisors(slice_chips // tensor, _MAX_SIZE) if self.workload.num_blocks % n == 0]
+            for pipeline, context, expert in itertools.product(stages, self._contexts(), self._experts()):
+                copies, remainder = divmod(slice_chips // tensor, pipeline * context * expert)
+                copies *= self.slices
+                if remainder or self.batch_size % (copies * expert):
+                    continue
+                for replica in sorted({1, self.slices}):
+                    if copies % replica == 0:
+                        sizes = replica, copies // replica, pipeline, tensor
+                        yield from self._options(Layout(*sizes, context=context, expert=expert))
+
+    def _options(self, sizes: Layout) -> Iterator[Layout]:
+        """Yield the layouts with these sizes of the mesh."""
+        pipeline, rows = sizes.pipeline, self.batch_size // (sizes.replica * sizes.data * sizes.expert)
+        micro_batches = [m for m in _divisors(rows, _MAX_SIZE, small=0) if pipeline == 1 or m >= pipeline]
+        placements = self.placements if sizes.shards.size > 1 else ("ddp",)
+        schedules = self.schedules if pipeline > 1 else (None,)
+        tried_remat = [choice for choice in self.remat if pipeline == 1 or isinstance(choice, bool)]
+        redundant = self._redundant_remat()
+        for m, placement, schedule, choice in itertools.product(micro_batches, placements, schedules, tried_remat):
+            if placement == "fsdp" and choice in redundant:
+                continue
+            for chunks in self._chunks(pipeline, m, schedule):
+                yield sizes._replace(
+                    placement=placement,
+                    micro_batches=m,
+                    schedule=schedule,
+                    chunks=chunks,
+                    remat=choice,
+                    gather_dtype=self.dtypes[0] if placement == "fsdp" else None,
+                    scatter_dtype=self.dtypes[1] if placement != "ddp" else None,
+                )
+
+    def _redundant_remat(self) -> list[bool | str]:
+        """Return the choices that equal remat=False under fsdp, which computes elementwise operations again anyway."""
+        named = [choice for choice in self.remat if isinstance(choice, str)] if False in self.remat else []
+        return [choice for choice in named if not getattr(self.workload.recompute(choice), "flops", 0.0)]
+
+    def _contexts(self) -> list[int]:
+        workload = self.workload
+        if workload.attention is None or (self.batch_size >= self.chips and workload.tokens <= _LONG_ROW):
+            return [1]
+        return [n for n in _divisors(self.chips, _MAX_SIZE, small=0) if workload.tokens % n == 0]
+
+    def _experts(self) -> list[int]:
+        experts = self.workload.experts
+        if experts is None:
+            return [1]
+        return [n for n in _divisors(self.chips, _MAX_SIZE, small=0) if experts.num_experts % n == 0]
+
+    def _chunks(self, pipeline: int, micro_batches: int, schedule: str | None) -> list[int]:
+        two_chunks = [2] if self.workload.num_blocks % (2 * pipeline) == 0 else []
+        if schedule in ON_A_V:
+            return two_chunks
+        if schedule not in CHUNKED:
+            return [1]
+        two_chunks = two_chunks if micro_batches % pipeline == 0 else []
+        return two_chunks if schedule in ("interleaved", "looped_breadth_first") else [1, *two_chunks]
 
 
 def _divisors(count: int, largest: int, small: int = 8) -> list[int]:
     """Return the powers of two that divide a count, and its other divisors up to `small`."""
     return [n for n in range(1, min(count, largest) + 1) if count % n == 0 and (n & (n - 1) == 0 or n <= small)]
-
-
-def _chunks(workload: Workload, pipeline: int, micro_batches: int, schedule: str | None) -> list[int]:
-    if schedule in ON_A_V:
-        return [2] if workload.num_blocks % (2 * pipeline) == 0 else []
-    if schedule not in CHUNKED:
-        return [1]
-    two_chunks = [2] if workload.num_blocks % (2 * pipeline) == 0 and micro_batches % pipeline == 0 else []
-    return two_chunks if schedule in ("interleaved", "looped_breadth_first") else [1, *two_chunks]
 
 
 def predict(
@@ -424,7 +438,7 @@ def predict(
 
     Example:
       >>> from shardopt.planning import HARDWARE, Layout, find_model
-      >>> work = find_model("plan", "llama3-8b").workload()
+      >>> work = find_model("llama3-8b").workload()
       >>> prediction = predict(work, Layout(data=64, remat=True), hardware=HARDWARE["v5p"], batch_size=128)
       >>> round(prediction.memory.params / 1e9, 3), 0.5 < prediction.mfu < 1
       (0.502, True)

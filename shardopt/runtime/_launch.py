@@ -4,8 +4,8 @@ The next attempt may have the same number of processes, fewer, or more.
 """
 
 import contextlib
+import dataclasses
 import errno
-import functools
 import json
 import os
 import queue
@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple, TextIO
+from typing import IO, Any, NamedTuple, TextIO
 
 from shardopt.core._errors import format_error, plural
 from shardopt.runtime._discovery import Discovery
@@ -64,17 +64,6 @@ class _Member(NamedTuple):
     readers: tuple[threading.Thread, ...]  # copy the output to log and screen; empty if the output is not shown
 
 
-class _AttemptContext(NamedTuple):
-    """The settings and helpers of an attempt that all its processes share."""
-
-    environment: Mapping[str, str]
-    watch: Watch | None
-    failures: Failures
-    spares: "_Spares"
-    inherited_descriptors: Sequence[int]
-    can_grow: Callable[[], bool]  # whether more processes could run now
-
-
 class _AttemptResult(NamedTuple):
     """The result of an attempt."""
 
@@ -86,20 +75,9 @@ class _AttemptResult(NamedTuple):
     grows: bool = False  # whether the launcher ended it to continue with more processes
 
 
-def launch(
-    command_of: Callable[[int], Sequence[str]],
-    *,
-    processes: int,
-    log_dir: Path,
-    max_restarts: int = 0,
-    min_processes: int | None = None,
-    hang_timeout: float | None = None,
-    spares: int = 0,
-    can_share: Callable[[int], bool] = lambda count: True,
-    discovery_script: str | None = None,
-    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
-) -> int:
-    r"""Run a command as several processes of one job on this machine, and return its exit code.
+@dataclasses.dataclass(frozen=True)
+class Job:
+    r"""A command that runs as several processes of one job on this machine.
 
     Each process gets its place in the environment (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID), which
     `so.initialize()` reads. The output of the first process is shown, and the output of each process is in its log.
@@ -117,7 +95,7 @@ def launch(
     SIGTERM and Ctrl-C are passed on to all processes, once, as SIGTERM; a second Ctrl-C kills them. If this process is
     killed, Linux kills the processes too, but not the programs that they started.
 
-    Args:
+    Attributes:
       command_of: returns the command of an attempt; attempts are counted from 0.
       processes: how many processes.
       log_dir: the folder for `process-0.log` and so on; a later attempt writes `process-0.restart-1.log`. While the
@@ -140,13 +118,6 @@ def launch(
         checkpoint, and the job starts again with more.
       say: prints messages about failures and restarts.
 
-    Returns:
-      0, or the exit code of the process that failed first; 128 + n for signal n; 130 after a second Ctrl-C.
-
-    Raises:
-      ValueError: if a number is out of range, or another job uses the folder for its logs.
-      OSError: if the command cannot be started, or the logs cannot be written.
-
     Example:
       >>> import pathlib, sys, tempfile
       >>> folder = pathlib.Path(tempfile.mkdtemp())
@@ -157,108 +128,213 @@ def launch(
       >>> (folder / "process-1.log").read_text()
       '1 of 2\n'
     """
-    _check_arguments(processes, max_restarts, min_processes, hang_timeout, spares)
-    attempt, num_failures, environment, count = 0, 0, {}, processes
-    with _locked_folder(log_dir) as lock_descriptor, _catch_signals() as signals, contextlib.ExitStack() as cleanup:
+
+    command_of: Callable[[int], Sequence[str]]
+    processes: int
+    log_dir: Path
+    max_restarts: int = 0
+    min_processes: int | None = None
+    hang_timeout: float | None = None
+    spares: int = 0
+    can_share: Callable[[int], bool] = lambda count: True
+    discovery_script: str | None = None
+    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
+
+    def usable_count(self, available: int) -> int:
+        """Return the largest usable number of processes, at most `available`; 0 if there is none."""
+        min_count = self.processes if self.min_processes is None else self.min_processes
+        counts = range(min(available, self.processes), min_count - 1, -1)
+        return next((count for count in counts if self.can_share(count)), 0)
+
+
+def launch(command_of: Callable[[int], Sequence[str]], **settings: Any) -> int:
+    """Run a `Job` with these settings, and return its exit code.
+
+    Returns:
+      0, or the exit code of the process that failed first; 128 + n for signal n; 130 after a second Ctrl-C.
+
+    Raises:
+      ValueError: if a number is out of range, or another job uses the folder for its logs.
+      OSError: if the command cannot be started, or the logs cannot be written.
+    """
+    job = Job(command_of, **settings)
+    _check_arguments(job.processes, job.max_restarts, job.min_processes, job.hang_timeout, job.spares)
+    with _locked_folder(job.log_dir) as lock_descriptor, _catch_signals() as signals, contextlib.ExitStack() as cleanup:
         failure_pipe = cleanup.enter_context(failures())
-        vaults = cleanup.enter_context(contextlib.closing(Vaults(processes))) if max_restarts else None
-        spare_pool = cleanup.enter_context(
-            contextlib.closing(_Spares(spares, (lock_descriptor, failure_pipe.descriptor)))
+        vaults = cleanup.enter_context(contextlib.closing(Vaults(job.processes))) if job.max_restarts else None
+        spares = cleanup.enter_context(
+            contextlib.closing(_Spares(job.spares, (lock_descriptor, failure_pipe.descriptor)))
         )
         discovery = None
-        if discovery_script is not None:
-            discovery = cleanup.enter_context(contextlib.closing(Discovery(discovery_script, say=say)))
+        if job.discovery_script is not None:
+            discovery = cleanup.enter_context(contextlib.closing(Discovery(job.discovery_script, say=job.say)))
+        return _Launcher(job, signals, failure_pipe, vaults, spares, discovery, job.processes).run()
 
-        def usable_count(available: int) -> int:
-            """Return the largest usable number of processes, at most `available`; 0 if there is none."""
-            min_count = processes if min_processes is None else min_processes
-            return next(
-                (
-                    candidate
-                    for candidate in range(min(available, processes), min_count - 1, -1)
-                    if can_share(candidate)
-                ),
-                0,
-            )
 
+@dataclasses.dataclass
+class _Launcher:
+    """Runs the attempts of a job.
+
+    Attributes:
+      job: the job.
+      signals: the received signals.
+      failures: the pipe through which processes report that they fail.
+      vaults: the vaults of snapshots; None if no restart is allowed.
+      spares: the spare processes, which inherit the same descriptors as all processes.
+      discovery: asks how many processes can run; None without a script.
+      count: the number of processes of the current attempt.
+      attempt: the number of attempts before it.
+      num_failures: the number of attempts that failed.
+      environment: the environment variables of the attempt.
+    """
+
+    job: Job
+    signals: "_Signals"
+    failures: Failures
+    vaults: Vaults | None
+    spares: "_Spares"
+    discovery: Discovery | None
+    count: int
+    attempt: int = 0
+    num_failures: int = 0
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def run(self) -> int:
+        """Run attempts until the job has ended; return its exit code."""
+        job, signals = self.job, self.signals
         while True:
-            if vaults is not None:
-                environment |= vaults.environment() | _cache_environment(log_dir)
-            log_path_of = functools.partial(_log_path, log_dir, attempt)
-            watch = None if hang_timeout is None else Watch(count, hang_timeout, say=say)
-            with contextlib.closing(watch) if watch else contextlib.nullcontext():
-                command = command_of(attempt)
-                spare_pool.check(command)
-                spare_pool.begin(environment if num_failures < max_restarts or discovery else None)
-
-                if discovery is not None:
-                    discovery.active, discovery.stable_count = count < processes, 0
-
-                def can_grow(count: int = count) -> bool:
-                    return discovery is not None and usable_count(discovery.stable_count) > count
-
-                context = _AttemptContext(
-                    environment, watch, failure_pipe, spare_pool, (lock_descriptor, failure_pipe.descriptor), can_grow
-                )
-                result = _run_attempt(command, count, log_path_of, signals.take, context)
+            result = self._run_attempt()
             if signals.kill_requested:
                 return 130
             if result.failed is None and (signals.end_requested or not result.grows):
                 return 0
             grows = result.grows and (result.failed is None or result.failed[1] == -signal.SIGTERM)
-            if not grows or signals.end_requested:
-                assert result.failed is not None
-                code = result.failed[1]
-                if not (signals.end_requested and code == -signal.SIGTERM):
-                    say(
-                        _failure_text(result, count)
-                        + (_size_hint(count, processes) if code > 0 and not result.hang_text else "")
-                    )
-                if signals.end_requested or num_failures == max_restarts:
-                    return code if code > 0 else 128 - code
-                num_failures += 1
-            attempt += 1
-            environment = {RESTART: str(attempt), HUNG_SECONDS: str(result.hang_seconds)}
-            remaining = count if grows else count - max(0, result.killed - spare_pool.ready())
-            count = (
-                _wait_for_processes(discovery, usable_count, remaining, signals, say)
-                if discovery
-                else usable_count(remaining) or count
+            if (not grows or signals.end_requested) and (code := self._count_failure(result)) is not None:
+                return code
+            self.attempt += 1
+            self.environment = {RESTART: str(self.attempt), HUNG_SECONDS: str(result.hang_seconds)}
+            remaining = self.count if grows else self.count - max(0, result.killed - self.spares.ready())
+            self.count = (
+                self._wait_for_processes(remaining) if self.discovery else job.usable_count(remaining) or self.count
             )
-            if not count:
+            if not self.count:
                 return 128 + signal.SIGTERM
-            reason = "to have more" if grows else f"restart {num_failures} of {max_restarts}"
-            say(f"launch: starting again with {plural(count, 'process')}, {reason}.")
+            reason = "to have more" if grows else f"restart {self.num_failures} of {job.max_restarts}"
+            job.say(f"launch: starting again with {plural(self.count, 'process')}, {reason}.")
 
+    def _count_failure(self, result: _AttemptResult) -> int | None:
+        """Show a failure, and count it; return the exit code of the job if it must not start again."""
+        assert result.failed is not None
+        code = result.failed[1]
+        if not (self.signals.end_requested and code == -signal.SIGTERM):
+            has_hint = code > 0 and not result.hang_text
+            hint = _size_hint(self.count, self.job.processes) if has_hint else ""
+            self.job.say(_failure_text(result, self.count) + hint)
+        if self.signals.end_requested or self.num_failures == self.job.max_restarts:
+            return code if code > 0 else 128 - code
+        self.num_failures += 1
+        return None
 
-def _wait_for_processes(
-    discovery: Discovery,
-    usable_count: Callable[[int], int],
-    remaining: int,
-    signals: "_Signals",
-    say: Callable[[str], None],
-) -> int:
-    """Wait until enough processes can run; return the number to continue with, or 0 if a signal ends the job.
+    def _wait_for_processes(self, remaining: int) -> int:
+        """Wait until enough processes can run; return the number to continue with, or 0 if a signal ends the job.
 
-    Args:
-      discovery: asks how many processes can run.
-      usable_count: returns how many of the available processes can be used.
-      remaining: how many processes are left, used if the script gives no number.
-      signals: the received signals.
-      say: prints a message.
-    """
-    has_warned = False
-    while not signals.end_requested:
-        available = discovery.ask()
-        if available is None:
-            return usable_count(remaining) or remaining
-        if count := usable_count(available):
-            return count
-        if not has_warned:
-            has_warned = True
-            say(f"launch: {plural(available, 'process')} can run, which is too few: waiting for more.")
-        time.sleep(_ASK_SECONDS)
-    return 0
+        `remaining` processes are left, which counts if the script gives no number.
+        """
+        assert self.discovery is not None
+        has_warned = False
+        while not self.signals.end_requested:
+            available = self.discovery.ask()
+            if available is None:
+                return self.job.usable_count(remaining) or remaining
+            if count := self.job.usable_count(available):
+                return count
+            if not has_warned:
+                has_warned = True
+                self.job.say(f"launch: {plural(available, 'process')} can run, which is too few: waiting for more.")
+            time.sleep(_ASK_SECONDS)
+        return 0
+
+    def _can_grow(self) -> bool:
+        """Return whether more processes could run now."""
+        return self.discovery is not None and self.job.usable_count(self.discovery.stable_count) > self.count
+
+    def _run_attempt(self) -> _AttemptResult:
+        """Run the processes of an attempt until all have succeeded, or until a failure or a hang ends them all."""
+        job = self.job
+        if self.vaults is not None:
+            self.environment |= self.vaults.environment() | _cache_environment(job.log_dir)
+        watch = None if job.hang_timeout is None else Watch(self.count, job.hang_timeout, say=job.say)
+        with contextlib.closing(watch) if watch else contextlib.nullcontext():
+            command = job.command_of(self.attempt)
+            self.spares.check(command)
+            may_restart = self.num_failures < job.max_restarts or self.discovery
+            self.spares.begin(self.environment if may_restart else None)
+            if self.discovery is not None:
+                self.discovery.active, self.discovery.stable_count = self.count < job.processes, 0
+            return self._run_processes(command, watch)
+
+    def _run_processes(self, command: Sequence[str], watch: Watch | None) -> _AttemptResult:
+        address, finished, members = _free_address(), queue.SimpleQueue(), []
+        hang, hang_text, grows = None, "", False
+        self.failures.ranks()  # discard the reports of the previous attempt
+        try:
+            for rank in range(self.count):
+                log = _log_path(self.job.log_dir, self.attempt, rank)
+                place = _place_environment(rank, self.count, address) | self.failures.environment | self.environment
+                if watch is not None:
+                    place |= watch.environment | {STACKS: str(_stacks_file(log))}
+                members.append(_start(command, rank, log, place, self.spares))
+                threading.Thread(target=_report_exit, args=(members[-1], finished), daemon=True).start()
+            exits, hang, grows = self._wait_for_exits(members, finished, watch)
+            if hang is not None and watch is not None:
+                hang_text = _hang_text(hang, members, watch)
+            reported_ranks = self.failures.ranks()
+        finally:
+            _end_members(members, grace=0.0 if all(member.process.poll() == 0 for member in members) else _GRACE)
+        logs = tuple(member.log for member in members)
+        if hang is not None:
+            return _AttemptResult((hang.ranks[0], HUNG), len(hang.ranks) % self.count, logs, hang_text, hang.seconds)
+        codes = {rank: code for rank, code in exits if code}
+        killed = len(_killed_ranks(codes))
+        return _AttemptResult(_first_failure(codes, reported_ranks), killed, logs, grows=grows)
+
+    def _wait_for_exits(
+        self, members: Sequence[_Member], finished: "queue.SimpleQueue[tuple[int, int]]", watch: Watch | None
+    ) -> tuple[list[tuple[int, int]], Hang | None, bool]:
+        """Wait until all processes have ended, or until shortly after a failure, or until a hang.
+
+        Args:
+          members: the processes.
+          finished: gets (rank, exit code) of each process that ends.
+          watch: finds hangs, or None.
+
+        Returns:
+          (rank, exit code) of the processes in the order of their exits, the hang or None, and whether the processes
+          were asked to end because more can run.
+        """
+        exits: list[tuple[int, int]] = []
+        has_failed, grows = False, False
+        while len(exits) < len(members):
+            if not (grows or exits) and self._can_grow():
+                grows = True
+                for member in members:
+                    _send_signal(member, signal.SIGTERM)
+            if (signal_number := self.signals.take()) is not None:
+                for member in members:
+                    _send_signal(member, signal_number)
+            try:
+                exits.append(finished.get(timeout=_CAUSE_SECONDS if has_failed else 0.1))
+            except queue.Empty:
+                if has_failed:
+                    break
+                self.spares.refill()
+                if watch is not None and (hang := watch.check()) is not None:
+                    return exits, hang, grows
+                continue
+            if watch is not None:
+                watch.forget(exits[-1][0])
+            has_failed = has_failed or bool(exits[-1][1])
+        return exits, None, grows
 
 
 def _check_arguments(
@@ -359,59 +435,6 @@ def _catch_signals() -> Iterator[_Signals]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def _run_attempt(
-    command: Sequence[str],
-    count: int,
-    log_path_of: Callable[[int], Path],
-    take_signal: Callable[[], signal.Signals | None],
-    context: _AttemptContext,
-) -> _AttemptResult:
-    """Run the processes of an attempt until all have succeeded, or until a failure or a hang ends them all.
-
-    Args:
-      command: the command.
-      count: how many processes.
-      log_path_of: returns the log of a rank.
-      take_signal: returns each signal to pass on, once, else None.
-      context: shared settings and helpers.
-    """
-    address, finished, members = _free_address(), queue.SimpleQueue(), []
-    hang, hang_text, watch, grows = None, "", context.watch, False
-    context.failures.ranks()  # discard the reports of the previous attempt
-    try:
-        for rank in range(count):
-            member_environment = (
-                _place_environment(rank, count, address) | context.failures.environment | dict(context.environment)
-            )
-            if watch is not None:
-                member_environment |= watch.environment | {STACKS: str(_stacks_file(log_path_of(rank)))}
-            spare = context.spares.take()
-            members.append(
-                _start(
-                    command,
-                    rank,
-                    log_path_of(rank),
-                    member_environment,
-                    shown=rank == 0,
-                    inherited_descriptors=context.inherited_descriptors,
-                    spare=spare,
-                )
-            )
-            threading.Thread(target=_report_exit, args=(members[-1], finished), daemon=True).start()
-        exits, hang, grows = _wait_for_exits(members, finished, take_signal, context)
-        if hang is not None and watch is not None:
-            hang_text = _hang_text(hang, members, watch)
-        reported_ranks = context.failures.ranks()
-    finally:
-        _end_members(members, grace=0.0 if all(member.process.poll() == 0 for member in members) else _GRACE)
-    logs = tuple(member.log for member in members)
-    if hang is not None:
-        return _AttemptResult((hang.ranks[0], HUNG), len(hang.ranks) % count, logs, hang_text, hang.seconds)
-    codes = {rank: code for rank, code in exits if code}
-    killed = len(_killed_ranks(codes))
-    return _AttemptResult(_first_failure(codes, reported_ranks), killed, logs, grows=grows)
-
-
 def _hang_text(hang: Hang, members: Sequence[_Member], watch: Watch) -> str:
     """Let all processes write their stacks, and return the message about the hang."""
     reports = watch.reports()
@@ -466,85 +489,34 @@ def _report_exit(member: _Member, finished: "queue.SimpleQueue[tuple[int, int]]"
     finished.put((member.rank, member.process.wait()))
 
 
-def _wait_for_exits(
-    members: Sequence[_Member],
-    finished: "queue.SimpleQueue[tuple[int, int]]",
-    take_signal: Callable[[], signal.Signals | None],
-    context: _AttemptContext,
-) -> tuple[list[tuple[int, int]], Hang | None, bool]:
-    """Wait until all processes have ended, or until shortly after a failure, or until a hang.
+def _start(command: Sequence[str], rank: int, log: Path, environment: Mapping[str, str], spares: "_Spares") -> _Member:
+    """Start one process, from a spare if there is one; it dies with this thread. Its output goes to a log.
 
-    Args:
-      members: the processes.
-      finished: gets (rank, exit code) of each process that ends.
-      take_signal: returns each signal to pass on, once, else None.
-      context: shared settings and helpers.
-
-    Returns:
-      (rank, exit code) of the processes in the order of their exits, the hang or None, and whether the processes were
-      asked to end because more can run.
-    """
-    exits: list[tuple[int, int]] = []
-    has_failed, grows = False, False
-    while len(exits) < len(members):
-        if not (grows or exits) and context.can_grow():
-            grows = True
-            for member in members:
-                _send_signal(member, signal.SIGTERM)
-        if (signal_number := take_signal()) is not None:
-            for member in members:
-                _send_signal(member, signal_number)
-        try:
-            exits.append(finished.get(timeout=_CAUSE_SECONDS if has_failed else 0.1))
-        except queue.Empty:
-            if has_failed:
-                break
-            context.spares.refill()
-            if context.watch is not None and (hang := context.watch.check()) is not None:
-                return exits, hang, grows
-            continue
-        if context.watch is not None:
-            context.watch.forget(exits[-1][0])
-        has_failed = has_failed or bool(exits[-1][1])
-    return exits, None, grows
-
-
-def _start(
-    command: Sequence[str],
-    rank: int,
-    log: Path,
-    environment: Mapping[str, str],
-    *,
-    shown: bool,
-    inherited_descriptors: Sequence[int],
-    spare: subprocess.Popen[bytes] | None = None,
-) -> _Member:
-    """Start one process with its output in a log, and on the screen too if `shown`. It dies with this thread.
+    The output of the first process is also copied to the screen.
 
     Args:
       command: the command.
       rank: the rank of the process.
       log: the log file.
       environment: variables in addition to the environment of this process.
-      shown: whether the output is also copied to the screen.
-      inherited_descriptors: descriptors that the process inherits.
-      spare: a spare that becomes the process, or None to start a new one.
+      spares: the spares, whose descriptors the process inherits.
     """
     if shutil.which(command[0]) is None:
         error_number = errno.EACCES if Path(command[0]).exists() else errno.ENOENT
         raise OSError(error_number, os.strerror(error_number), command[0])
     log.parent.mkdir(parents=True, exist_ok=True)
+    spare, is_shown = spares.take(), rank == 0
     with log.open("wb") as file:
-        output = subprocess.PIPE if shown else file
-        process = spare or _spawn(command, environment, inherited_descriptors, stdin=subprocess.DEVNULL, output=output)
+        output = subprocess.PIPE if is_shown else file
+        process = spare or _spawn(command, environment, spares.descriptors, stdin=subprocess.DEVNULL, output=output)
     if spare is not None:
         _assign_place(spare, command, environment)
     readers = []
-    if shown or spare is not None:
+    if is_shown or spare is not None:
         log_file = log.open("ab", buffering=0)
         for pipe, screen in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             assert pipe is not None  # a pipe
-            screen = screen if shown else None
+            screen = screen if is_shown else None
             readers.append(threading.Thread(target=_copy, args=(pipe, log_file, screen), daemon=True))
         for reader in readers:
             reader.start()
@@ -576,11 +548,11 @@ class _Spares:
 
     Args:
       count: how many spares to keep.
-      inherited_descriptors: descriptors that they inherit.
+      descriptors: descriptors that all processes inherit.
     """
 
-    def __init__(self, count: int, inherited_descriptors: Sequence[int]):
-        self._count, self._inherited_descriptors, self._processes = count, inherited_descriptors, []
+    def __init__(self, count: int, descriptors: Sequence[int]):
+        self._count, self.descriptors, self._processes = count, descriptors, []
         self._environment: Mapping[str, str] | None = None
         self._next_start = 0.0
 
@@ -599,11 +571,8 @@ class _Spares:
         if self._environment is None or len(self._processes) == self._count or time.monotonic() < self._next_start:
             return
         command, spare_environment = [sys.executable, str(_STANDBY)], _common_environment() | dict(self._environment)
-        self._processes.append(
-            _spawn(
-                command, spare_environment, self._inherited_descriptors, stdin=subprocess.PIPE, output=subprocess.PIPE
-            )
-        )
+        pipes = {"stdin": subprocess.PIPE, "output": subprocess.PIPE}
+        self._processes.append(_spawn(command, spare_environment, self.descriptors, **pipes))
         self._next_start = time.monotonic() + _SPARES_EVERY
 
     def ready(self) -> int:

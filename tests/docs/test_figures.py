@@ -333,3 +333,14 @@ def test_the_page_of_all_benchmarks_in_short():
     ]
     for words in told:
         assert words in text, words
+
+
+def test_sums_between_processes():
+    for (jaxlib, *told), name in zip(
+        rows("notes/compiler_errors.md", "jaxlib"), ("process_sums", "process_sums_0.12"), strict=True
+    ):
+        record = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+        measured = record["results"]
+        wrong = [f"{measured['wrong'][how]} of {measured['rounds']}" for how in ("reduce_scatter", "exchange")]
+        assert told == [*wrong, f"{measured['reduce_scatter / exchange']['median']:.2f}"]
+        assert jaxlib == record["versions"]["jaxlib"]

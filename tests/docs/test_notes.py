@@ -22,7 +22,7 @@ def stored(name):
 
 def test_a_note_has_the_date_and_the_versions_of_each_results_file():
     rows = [
-        row for note in NOTES for row in re.findall(r"^\| `(\w+)\.json` \| (.*) \|$", note.read_text(), re.MULTILINE)
+        row for note in NOTES for row in re.findall(r"^\| `([\w.]+)\.json` \| (.*) \|$", note.read_text(), re.MULTILINE)
     ]
     assert len(rows) > 20
     for name, row in rows:

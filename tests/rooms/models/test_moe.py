@@ -283,7 +283,7 @@ def test_latent_attention_is_that_of_each_head_by_itself(implementation, x64, mo
 
 
 def test_the_shape_of_deepseek_v3_is_that_of_the_planner():
-    shape = find_model("test", "deepseek-v3")
+    shape = find_model("deepseek-v3")
     query, key, rope = shape.latent
     config = moe.MoEConfig(
         vocab_size=shape.vocab_size, dim=shape.dim, num_layers=shape.num_layers, num_heads=shape.num_heads,

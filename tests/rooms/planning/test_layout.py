@@ -48,7 +48,7 @@ def test_arrays_are_stored_as_the_compiler_lays_them_out(shape, layout):
     ],
 )
 def test_arguments_are_those_of_the_placement_formula(name, chip, chips, rows, planned):
-    shape = dataclasses.replace(find_model("test", name), length=1024)
+    shape = dataclasses.replace(find_model(name), length=1024)
     layout = Layout(data=chips)
     told = predict(shape.workload(), layout, hardware=HARDWARE[chip], batch_size=rows * chips).memory
     scalars = stored_bytes((), 4)  # of the random key; adamw's count and the step are 512 bytes each as well

@@ -51,7 +51,7 @@ def test_plans_are_ranked_by_time_and_fit():
 
 @pytest.mark.default
 def test_the_fastest_recomputes_least_of_what_fits():
-    work = so.planning.find_model("test", "llama3-8b").workload()
+    work = so.planning.find_model("llama3-8b").workload()
     _, everything, most, *_, least, full = work.remat_choices()
     layout = Layout(data=64, gather_dtype=jnp.bfloat16)
     none, most, little, all_again = (
@@ -105,7 +105,7 @@ def test_the_optimizer_counts():
     [("ddp", 1, 1), ("zero1", 1, 8), ("zero2", 1, 8), ("fsdp", 8, 8)],
 )
 def test_bytes_a_parameter_are_those_of_the_placement_table(placement, params, state):
-    work = so.planning.find_model("test", "llama3-8b").workload()
+    work = so.planning.find_model("llama3-8b").workload()
     found = predict(work, Layout(data=8, placement=placement), hardware=HARDWARE["v5p"], batch_size=8)
     assert found.memory.params == pytest.approx(4 * work.num_parameters / params, rel=1e-3)
     assert found.memory.opt_state == pytest.approx(8 * work.num_parameters / state, rel=1e-3)
@@ -180,7 +180,7 @@ def test_a_pipeline_idles_as_its_schedule_says():
 
 def test_a_searched_schedule_keeps_what_fits_and_is_what_a_user_runs():
     """On a chip that has no room for a fourth activation the search is told so."""
-    work, chip = find_model("test", "gpt2").workload(), HARDWARE["v5p"]
+    work, chip = find_model("gpt2").workload(), HARDWARE["v5p"]
     layout = Layout(pipeline=4, placement="ddp", micro_batches=8, schedule="zero_bubble")
     known = predict(work, layout, hardware=chip, batch_size=8)
     each = known.memory.activations / (layout.table().num_slots + 1)  # and what waits
@@ -267,13 +267,13 @@ def test_a_model_that_fits_nowhere_says_by_how_many_bytes_and_what_would_help():
 
 @pytest.mark.parametrize("name", HARDWARE)
 def test_hardware_is_plausible_and_has_a_source(name):
-    chip = find_hardware("test", name.upper())
+    chip = find_hardware(name.upper())
     assert 1e14 < chip.flops < 1e16
     assert 10 < chip.flops / chip.memory_bandwidth < 1000  # flops a byte
     assert chip.link_bandwidth < chip.memory_bandwidth
     assert chip.network_bandwidth < chip.link_bandwidth
     assert chip.source
-    assert find_hardware("test", chip) is chip
+    assert find_hardware(chip) is chip
 
 
 def test_gather_dtype_is_for_fsdp_alone():
@@ -301,7 +301,7 @@ def test_scatter_dtype_is_for_all_that_scatter():
 @pytest.mark.slow
 def test_long_rows_are_split_over_context_where_rows_are_few():
     """A row of 131,072 tokens: eight rows on 64 chips leave eight chips to each, which tensor or context share."""
-    shape = dataclasses.replace(find_model("test", "llama3-8b"), length=131_072)
+    shape = dataclasses.replace(find_model("llama3-8b"), length=131_072)
     plans = so.plan(shape, hardware="v5p", chips=64, batch_size=8)
     best = plans.best
     assert best.mesh["context"] >= 8
@@ -316,7 +316,7 @@ def test_long_rows_are_split_over_context_where_rows_are_few():
 @pytest.mark.parametrize(("heads", "size", "kind"), [(8, 4, "all-to-all"), (2, 4, "collective-permute")])
 def test_keys_and_values_cross_context_by_the_method_of_attention(heads, size, kind):
     """Of C devices, with KV the bytes of a device's keys and values in bf16: 3 (C - 1) KV in gathers, C - 1 hops in fp32."""
-    shape = dataclasses.replace(find_model("test", "llama3-8b"), length=32_768, num_kv_heads=heads)
+    shape = dataclasses.replace(find_model("llama3-8b"), length=32_768, num_kv_heads=heads)
     placed = place(shape.workload(), Layout(data=2, context=size), {})
     found = [one for one in traffic(placed, batch_size=2) if one.axis == "context"]
     assert {one.kind for one in found} == {kind}
@@ -330,7 +330,7 @@ def test_keys_and_values_cross_context_by_the_method_of_attention(heads, size, k
 
 
 EXPERTS = dataclasses.replace(
-    find_model("test", "llama3-8b"),
+    find_model("llama3-8b"),
     name="moe",
     num_layers=4,
     hidden=1024,

@@ -74,7 +74,7 @@ def test_the_trace_of_the_gpt_counts_its_weights():
 )
 def test_published_sizes(name, billions):
     """The counts of the released checkpoints; gpt2 lacks its biases, which are under a thousandth."""
-    assert find_model("test", name).num_parameters / 1e9 == pytest.approx(billions, rel=1e-3)
+    assert find_model(name).num_parameters / 1e9 == pytest.approx(billions, rel=1e-3)
 
 
 def test_a_step_costs_six_flops_a_parameter_and_token_and_some_for_attention():
@@ -176,15 +176,17 @@ def test_names_that_a_plan_cannot_use_are_refused():
 
 def test_unknown_models_and_kinds_are_refused():
     known = "gpt2, gpt2-xl, llama2-70b, llama3-8b, llama3-70b, llama3-405b, mixtral-8x7b, deepseek-v3"
-    message = f"plan: unknown model 'gpt5'.\nFix: use one of {known}, or describe it with so.planning.Transformer."
-    with refused(ValueError, message):
-        find_model("plan", "gpt5")
+    message = f"unknown model 'gpt5'.\nFix: use one of {known}, or describe it with so.planning.Transformer."
+    with refused(ValueError, f"shardopt: {message}"):
+        find_model("gpt5")
+    with refused(ValueError, f"plan: {message}"):  # the function that the user called
+        so.plan("gpt5", hardware="v5p", chips=1, batch_size=1)
     message = (
-        "plan: model must be a name, a Transformer or a Workload, got 3.\n"
+        "shardopt: model must be a name, a Transformer or a Workload, got 3.\n"
         "Fix: pass a name such as 'llama3-8b', a so.planning.Transformer, or so.planning.trace(model, ...)."
     )
     with refused(TypeError, message):
-        find_model("plan", 3)
+        find_model(3)
     message = (
         "plan: model must be a name, a Transformer or a Workload, got function.\n"
         "Fix: make a so.BlockModel of the loss, and pass so.planning.trace(model, abstract_params, abstract_batch); of a "
