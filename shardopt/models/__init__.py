@@ -1,7 +1,16 @@
-"""Example models that use the library; in the library only the commands import them."""
+"""Example models that use the library, and open weights; in the library only the commands import them."""
 
-from shardopt.models import gpt, moe
-from shardopt.models._safetensors import export_safetensors, import_safetensors
+from shardopt.models import decoder, gpt, moe
+from shardopt.models._export import export_safetensors
+from shardopt.models._pretrained import Pretrained, from_pretrained
 from shardopt.models._sampling import sample
 
-__all__ = ["export_safetensors", "gpt", "import_safetensors", "moe", "sample"]
+__all__ = [
+    "Pretrained",
+    "decoder",
+    "export_safetensors",
+    "from_pretrained",
+    "gpt",
+    "moe",
+    "sample",
+]

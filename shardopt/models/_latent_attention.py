@@ -3,6 +3,7 @@
 Suffixes: B sequences, T positions, D width, H heads.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -76,14 +77,25 @@ def latent_attention(
       DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1, equations 9 to 19; "DeepSeek-V3", 2024, section 2.1.1.
     """
     token_positions = places(x.shape[1], positions, order)
+    rotate_keys = lambda x: rotate(x, token_positions, rope_base)  # noqa: E731
+    qkv = checkpoint_name(latent_qkv(weights, x, latent, rotate_keys, epsilon), "qkv")
+    mixed = nn.attention(*qkv, segment_ids=segment_ids, positions=order)
+    return checkpoint_name(jnp.einsum("bthk,hkd->btd", mixed, weights["out"]), "attention_out")
+
+
+def latent_qkv(
+    weights: dict[str, Array],
+    x: Float[Array, "B T D"],
+    latent: Latent,
+    rotate_dims: Callable[[Array], Array],
+    epsilon: float = 1e-6,
+) -> tuple[Array, Array, Array]:
+    """Return queries and keys [B, T, H, nope + rope] and values [B, T, H, value]; `rotate_dims` rotates [B, T, ?, rope]."""
     narrow = rms_norm(jnp.einsum("btd,dq->btq", x, weights["q_down"]), weights["q_norm"], epsilon)
     query, rotary_query = jnp.split(jnp.einsum("btq,qhk->bthk", narrow, weights["q"]), [latent.nope], axis=-1)
-    query = jnp.concatenate([query, rotate(rotary_query, token_positions, rope_base)], axis=-1)
+    query = jnp.concatenate([query, rotate_dims(rotary_query)], axis=-1)
     narrow, rotary_key = jnp.split(jnp.einsum("btd,dk->btk", x, weights["kv_down"]), [latent.key], axis=-1)
     narrow = rms_norm(narrow, weights["kv_norm"], epsilon)
     key, value = jnp.split(jnp.einsum("btr,rhk->bthk", narrow, weights["kv"]), [latent.nope], axis=-1)
-    rotary_key = rotate(rotary_key[:, :, None], token_positions, rope_base)
-    key = jnp.concatenate([key, jnp.broadcast_to(rotary_key, (*key.shape[:3], latent.rope))], axis=-1)
-    qkv = checkpoint_name((query, key, value), "qkv")
-    mixed = nn.attention(*qkv, segment_ids=segment_ids, positions=order)
-    return checkpoint_name(jnp.einsum("bthk,hkd->btd", mixed, weights["out"]), "attention_out")
+    rotary_key = rotate_dims(rotary_key[:, :, None])
+    return query, jnp.concatenate([key, jnp.broadcast_to(rotary_key, (*key.shape[:3], latent.rope))], axis=-1), value

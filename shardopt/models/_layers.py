@@ -69,10 +69,23 @@ def rotate(x: Float[Array, "B T H K"], positions: Int[Array, "*B T"], base: floa
     """
     half = x.shape[-1] // 2
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    frequencies = base ** (-jnp.arange(half, dtype=wide) / half)
+    return rotate_by(x, positions, base ** (-jnp.arange(half, dtype=wide) / half))
+
+
+def rotate_by(
+    x: Float[Array, "B T H K"],
+    positions: Int[Array, "*B T"],
+    frequencies: Float[Array, " K/2"],
+    factor: float | Float[Array, ""] = 1.0,
+) -> Float[Array, "B T H K"]:
+    """Rotate component pair i of the vector at position t by the angle t * frequencies[i], and scale it by `factor`."""
+    half = x.shape[-1] // 2
+    wide = jnp.promote_types(x.dtype, jnp.float32)
     angles = positions.astype(wide)[..., None] * jnp.expand_dims(frequencies, range(positions.ndim))
     angles = angles.reshape(-1, positions.shape[-1], 1, half)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if not isinstance(factor, float) or factor != 1.0:
+        cos, sin = cos * factor, sin * factor
     if device_kind_or_default().startswith("TPU"):
         return _rotated_by_product(x, cos, sin)
     first, second = x[..., :half].astype(wide), x[..., half:].astype(wide)

@@ -8,12 +8,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from shardopt.core._errors import format_error, plural
-from shardopt.models import gpt, moe
+from shardopt.models import decoder, gpt, moe
+
+Config = gpt.GPTConfig | moe.MoEConfig | decoder.DecoderConfig
 
 
 def sample(
     params: gpt.Params,
-    config: gpt.GPTConfig | moe.MoEConfig,
+    config: Config,
     prompt: gpt.Tokens,
     rng: jax.Array,
     *,
@@ -21,10 +23,10 @@ def sample(
     temperature: float = 1.0,
     top_k: int | None = None,
 ) -> Int[Array, "B S"]:
-    """Continue a prompt token by token; a GPT caches keys and values, and a decoder with experts runs the whole row again.
+    """Continue a prompt token by token; a GPT caches keys and values, and other decoders run the whole row again.
 
     Args:
-      params: the parameters; of a GPT on one device or sharded, of a decoder with experts on one device.
+      params: the parameters; of a GPT on one device or sharded, of other decoders on one device.
       config: the shape of the model.
       prompt: token ids, at least one per row.
       rng: a jax random key.
@@ -55,7 +57,7 @@ def sample(
 @functools.partial(jax.jit, static_argnames=("config", "num_tokens", "temperature", "top_k"))
 def _sample(
     params: gpt.Params,
-    config: gpt.GPTConfig | moe.MoEConfig,
+    config: Config,
     prompt: Int[Array, "B T"],
     rng: jax.Array,
     num_tokens: int,
@@ -63,18 +65,43 @@ def _sample(
     top_k: int | None,
 ) -> Int[Array, "B S"]:
     batch_size, prompt_length = prompt.shape
-    decoder: Any = gpt if isinstance(config, gpt.GPTConfig) else moe
-    cache = decoder.empty_cache(params, batch_size, prompt_length + num_tokens, config.dtype)
-    logits, cache = decoder.advance(params, config, prompt, cache, jnp.int32(0))
+    length = prompt_length + num_tokens
+    if isinstance(config, gpt.GPTConfig):
+        advance = functools.partial(gpt.advance, params, config)
+        cache: Any = gpt.empty_cache(params, batch_size, length, config.dtype)
+    else:
+        advance = functools.partial(_run_row, params, config)
+        cache = jnp.zeros((batch_size, length), jnp.int32)
+    logits, cache = advance(prompt, cache, jnp.int32(0))
 
     def add_token(carry, i):
         logits, cache = carry
         token = draw(logits, jax.random.fold_in(rng, i), temperature, top_k)
-        logits, cache = decoder.advance(params, config, token[:, None], cache, prompt_length + i)
+        logits, cache = advance(token[:, None], cache, prompt_length + i)
         return (logits[:, -1], cache), token
 
     _, new_tokens = jax.lax.scan(add_token, (logits[:, -1], cache), jnp.arange(num_tokens, dtype=jnp.int32))
     return jnp.concatenate([prompt, new_tokens.T], axis=1)
+
+
+def _run_row(
+    params: gpt.Params,
+    config: moe.MoEConfig | decoder.DecoderConfig,
+    tokens: gpt.Tokens,
+    row: Int[Array, "B S"],
+    start: Int[Array, ""],
+) -> tuple[Float[Array, "B T V"], Int[Array, "B S"]]:
+    """Return the logits after each of T tokens at positions `start`, ..., and the row with these tokens.
+
+    The whole row runs again. Positions after these tokens have no effect, since attention is causal.
+    """
+    row = jax.lax.dynamic_update_slice_in_dim(row, tokens, start, axis=1)
+    logits = (
+        moe.logits_of(config, params, row)
+        if isinstance(config, moe.MoEConfig)
+        else decoder.logits_of(config, params, row)
+    )
+    return jax.lax.dynamic_slice_in_dim(logits, start, tokens.shape[1], axis=1), row
 
 
 def check_sampling(

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from shardopt import nn
 from shardopt.core._block_model import BlockModel
@@ -451,20 +451,3 @@ def logits_of(config: MoEConfig, params: Params, tokens: Tokens) -> Float[Array,
     routed, _ = jax.lax.scan(block, _initial_routed(config, outer, tokens), params["blocks"])
     normed, head = _final_norm_and_head(config, outer, routed.x)
     return jnp.einsum("btd,vd->btv", normed, head, preferred_element_type=jnp.promote_types(normed.dtype, jnp.float32))
-
-
-def empty_cache(params: Params, batch_size: int, length: int, dtype: DTypeLike | None = None) -> Int[Array, "B T"]:
-    """Return a cache for `advance`: a row of tokens, because keys and values are not cached."""
-    return jnp.zeros((batch_size, length), jnp.int32)
-
-
-def advance(
-    params: Params, config: MoEConfig, tokens: Tokens, cache: Int[Array, "B S"], start: Int[Array, ""]
-) -> tuple[Float[Array, "B T V"], Int[Array, "B S"]]:
-    """Return the logits after each of T tokens at positions `start`, `start` + 1, ..., and the row with these tokens.
-
-    The whole row runs again. Positions after these tokens have no effect, since attention is causal.
-    """
-    cache = jax.lax.dynamic_update_slice_in_dim(cache, tokens, start, axis=1)
-    logits = logits_of(config, params, cache)
-    return jax.lax.dynamic_slice_in_dim(logits, start, tokens.shape[1], axis=1), cache

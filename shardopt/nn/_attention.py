@@ -19,10 +19,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from shardopt.collectives._per_device import TENSOR
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import calling, format_error
+from shardopt.core._errors import calling, error_text, format_error
 from shardopt.mesh import axes_of_role, device_kind_or_default, is_analysed, mesh_under_trace
 from shardopt.nn._exchange import exchanged_attention, gathered_attention
-from shardopt.nn._flash import NAME, Marks, Rule, sees
+from shardopt.nn._flash import NAME, Marks, Rule, capped, sees
 from shardopt.nn._order import CONTEXT
 from shardopt.nn._ring import Ring, ring_attention, ring_of
 from shardopt.nn._splash import LANES, splash_attention
@@ -42,6 +42,8 @@ def attention(
     causal: bool = True,
     segment_ids: Int[Array, "B T"] | None = None,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " H"] | None = None,
     positions: Int[Array, "*B T"] | None = None,
     implementation: Implementation | None = None,
     method: Method | None = None,
@@ -58,6 +60,9 @@ def attention(
       causal: whether a query sees only keys at its own position and before.
       segment_ids: [B, T], integers; a query sees only keys of its own segment, such as a packed document. None: all keys.
       window: the most positions that a query sees: its own and the ones before it. Needs `causal`. None: no limit.
+      softcap: c: scores s become c tanh(s / c) before the mask (Gemma 2). Plain XLA alone computes it. None: no cap.
+      sinks: [H]: each query also sees a key with this score and a value of zeros (GPT-OSS). Plain XLA alone computes it, in
+        natural order and without a context axis. None: no sinks.
       positions: [B, T] or [T], integers: the position of each token in its row, which `causal` and `window` compare. The
         "order" of `so.nn.zigzag` is such an array. None: natural order: device i of a context axis holds the positions
         i T, ..., i T + T - 1. Packed documents in natural order need only their segment ids.
@@ -70,7 +75,8 @@ def attention(
 
     Raises:
       TypeError: if positions are not integers.
-      ValueError: if H is not a multiple of G; if V is above K; if a tensor axis does not divide G; if G (of one tensor shard)
+      ValueError: if H is not a multiple of G; if V is above K; if softcap is not positive; if sinks have another shape, or
+        come with positions or a context axis; if a tensor axis does not divide G; if G (of one tensor shard)
         and C have no common divisor for "all_to_all"; if `window` is given without `causal` or is below 1; if positions have
         another shape; if a kernel is asked for that cannot be used; if `implementation` or `method` is unknown.
 
@@ -130,21 +136,25 @@ def attention(
       Blockwise Transformers", 2023; Jacobs et al., "DeepSpeed Ulysses", 2023.
     """
     _check(query, key, value, causal=causal, window=window, implementation=implementation, method=method)
+    _check_scores(query, softcap, sinks, implementation)
     if positions is not None:
         problem = "works on rows in natural order, not with positions"
         _refuse_kernel(implementation, "splash", "cudnn", problem=problem, fix="give rows in natural order")
-    rule, marks = Rule(causal, window), Marks(_as_rows(positions, query), segment_ids)
+    rule, marks = Rule(causal, window, softcap), Marks(_as_rows(positions, query), segment_ids)
     if is_analysed():
-        return marked(ATTENTION, functools.partial(_plain_attention, rule=rule))(query, key, value, marks)
+        return marked(ATTENTION, functools.partial(_plain_attention, rule=rule))(query, key, value, marks, sinks)
     mesh = mesh_under_trace()
     context_axes = tuple(axis for axis in axes_of_role(CONTEXT) if mesh.shape[axis] > 1)
-    kernel = implementation or _default_implementation(query)
+    kernel = implementation or ("xla" if rule.softcap or sinks is not None else _default_implementation(query))
+    if sinks is not None and (context_axes or positions is not None):
+        problem = "sinks work on whole rows in natural order, without a context axis or positions."
+        raise ValueError(format_error("attention", problem, fix="take context=1, and rows in natural order."))
     if context_axes:
         run_attention = _AttentionOverContext(context_axes, rule, implementation, method)
     elif positions is not None:
         run_attention = functools.partial(ring_attention, ring_of((), 1, query.shape[1], rule, natural=False))
     elif kernel == "xla":
-        return _plain_attention(query, key, value, marks, rule)
+        return _plain_attention(query, key, value, marks, sinks, rule=rule)
     else:
         run_attention = _kernel(kernel, rule)
     if context_axes or positions is not None or kernel == "cudnn":
@@ -277,8 +287,11 @@ def _as_rows(positions: Array | None, query: Array) -> Array | None:
     return positions.reshape(-1, T).astype(jnp.int32)
 
 
-def _plain_attention(query: Array, key: Array, value: Array, marks: Marks, rule: Rule) -> Array:
-    return masked_attention(query, key, value, _mask(marks, rule, query.shape[1]))
+def _plain_attention(
+    query: Array, key: Array, value: Array, marks: Marks, sinks: Array | None = None, *, rule: Rule
+) -> Array:
+    mask = _mask(marks, rule, query.shape[1])
+    return masked_attention(query, key, value, mask, softcap=rule.softcap, sinks=sinks)
 
 
 def _mask(marks: Marks, rule: Rule, length: int) -> Bool[Array, "#B T T"]:
@@ -295,8 +308,11 @@ def masked_attention(
     key: Float[Array, "B S G K"],
     value: Float[Array, "B S G V"],
     mask: Bool[Array, "..."],
+    *,
+    softcap: float | None = None,
+    sinks: Float[Array, " H"] | None = None,
 ) -> Float[Array, "B T H V"]:
-    """Return attention by plain XLA; `mask` [1 or B, T, S] says which keys a query sees.
+    """Return attention by plain XLA; `mask` [1 or B, T, S] says which keys a query sees. The others are as in `attention`.
 
     The softmax is divided by its sum after the values are mixed. So K numbers per query are divided, not S. Of the arrays of
     size S, only the exponentials are stored for the backward pass.
@@ -307,8 +323,13 @@ def masked_attention(
         query, query_dims, key_dims = query.reshape(B, T, G, H // G, K), "gr", "g"
     mask_bias = jnp.expand_dims(jnp.where(mask, 0, -1e30).astype(wide), range(1, 1 + len(query_dims)))
     scores = jnp.einsum(f"bt{query_dims}k,bs{key_dims}k->b{query_dims}ts", query, key, preferred_element_type=wide)
-    scores = scores * K**-0.5 + mask_bias
-    weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+    scores = capped(scores * K**-0.5, softcap) + mask_bias
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    if sinks is not None:
+        sinks = sinks.astype(wide).reshape(1, *scores.shape[1:-2], 1, 1)
+        top = jnp.maximum(top, jnp.broadcast_to(sinks, top.shape))
+    top = jax.lax.stop_gradient(top)
+    weights = jnp.exp(scores - top)
     mixed = jnp.einsum(
         f"b{query_dims}ts,bs{key_dims}k->bt{query_dims}k",
         weights.astype(value.dtype),
@@ -316,7 +337,10 @@ def masked_attention(
         preferred_element_type=wide,
     )
     mixed = checkpoint_name(mixed, NAME)  # before the division, whose gradient reads it
-    mixed = mixed / jnp.einsum(f"b{query_dims}ts->bt{query_dims}", weights)[..., None]
+    total = jnp.einsum(f"b{query_dims}ts->bt{query_dims}", weights)[..., None]
+    if sinks is not None:
+        total = total + jnp.moveaxis(jnp.exp(sinks - top), -2, 1)
+    mixed = mixed / total
     return mixed.reshape(B, T, H, value.shape[3]).astype(value.dtype)
 
 
@@ -363,6 +387,19 @@ def _check(
     if method is not None and method not in get_args(Method):
         fix = "use 'ring', 'all_to_all', 'all_gather', or None to choose by heads and length."
         raise ValueError(format_error("attention", f"unknown method {method!r}.", fix=fix))
+
+
+@calling("attention")
+def _check_scores(
+    query: Array, softcap: float | None, sinks: Array | None, implementation: Implementation | None
+) -> None:
+    if softcap is not None and not softcap > 0:
+        raise ValueError(error_text(f"softcap must be above 0, got {softcap}.", fix="None does not cap scores."))
+    if sinks is not None and sinks.shape != query.shape[2:3]:
+        raise ValueError(error_text(f"sinks have shape {sinks.shape}.", fix=f"give [H] = {query.shape[2:3]}."))
+    if softcap is not None or sinks is not None:
+        problem = "computes neither softcap nor sinks"
+        _refuse_kernel(implementation, "splash", "cudnn", problem=problem, fix="use implementation='xla'")
 
 
 def _default_implementation(query: Array, length: int | None = None) -> Implementation:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling
 from shardopt.mesh import is_analysed
+from shardopt.nn._flash import capped
 
 
 def cross_entropy(
@@ -19,6 +20,7 @@ def cross_entropy(
     *,
     chunk: int | None = None,
     logits_dtype: DTypeLike | None = None,
+    softcap: float | None = None,
 ) -> Float[Array, "B T"]:
     """Return -log softmax(x head^T)[target] in nats, for each position.
 
@@ -29,6 +31,7 @@ def cross_entropy(
       chunk: positions at a time; the last chunk may be shorter. None: all at once.
       logits_dtype: the dtype of the logits; bfloat16 halves the memory, as in MaxText and torch's autocast. None: float32 at
         least.
+      softcap: c: logits z become c tanh(z / c) before the softmax (Gemma 2). None: no cap.
 
     Returns:
       [B, T], float32 at least.
@@ -63,9 +66,9 @@ def cross_entropy(
             check_count("chunk", chunk, minimum=1)
     T = x.shape[1]
     if chunk is None or chunk >= T or is_analysed():
-        return _nats(x, head, targets, logits_dtype)
+        return _nats(x, head, targets, logits_dtype, softcap)
     count, num_last = divmod(T, chunk)
-    chunk_nats = jax.checkpoint(functools.partial(_nats, dtype=logits_dtype), prevent_cse=False)
+    chunk_nats = jax.checkpoint(functools.partial(_nats, dtype=logits_dtype, softcap=softcap), prevent_cse=False)
     split = lambda a: jnp.moveaxis(a[:, : count * chunk].reshape(a.shape[0], count, chunk, *a.shape[2:]), 1, 0)  # noqa: E731
     _, nats = jax.lax.scan(
         lambda _, x_and_targets: (None, chunk_nats(x_and_targets[0], head, x_and_targets[1])),
@@ -79,17 +82,23 @@ def cross_entropy(
 
 
 def _nats(
-    x: Float[Array, "B T D"], head: Float[Array, "V D"], targets: Int[Array, "B T"], dtype: DTypeLike | None
+    x: Float[Array, "B T D"],
+    head: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+    dtype: DTypeLike | None,
+    softcap: float | None,
 ) -> Float[Array, "B T"]:
     wide = jnp.promote_types(x.dtype, jnp.float32)
     logits = jnp.einsum("btd,vd->btv", x, head, preferred_element_type=dtype or wide)
     if logits.dtype == wide or is_analysed():
-        return _nats_of_logits(logits, targets, wide)
+        return _nats_of_logits(logits, targets, wide, softcap)
     # only the rounded logits are stored; the backward pass recomputes float32 exponentials
-    return jax.checkpoint(_nats_of_logits, prevent_cse=False, static_argnums=2)(logits, targets, wide)
+    return jax.checkpoint(_nats_of_logits, prevent_cse=False, static_argnums=(2, 3))(logits, targets, wide, softcap)
 
 
-def _nats_of_logits(logits: Float[Array, "B T V"], targets: Int[Array, "B T"], wide: DTypeLike) -> Float[Array, "B T"]:
-    logits = logits.astype(wide)
+def _nats_of_logits(
+    logits: Float[Array, "B T V"], targets: Int[Array, "B T"], wide: DTypeLike, softcap: float | None
+) -> Float[Array, "B T"]:
+    logits = capped(logits.astype(wide), softcap)
     is_target = targets[:, :, None] == jnp.arange(logits.shape[-1])[None, None, :]
     return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(is_target, logits, 0), axis=-1)

@@ -32,10 +32,11 @@ Carry = TypeVar("Carry")
 
 
 class Rule(NamedTuple):
-    """Which keys a query sees by position; see `so.nn.attention`."""
+    """Which keys a query sees by position, and the cap of scores; see `so.nn.attention`."""
 
     causal: bool
     window: int | None
+    softcap: float | None = None
 
 
 class Marks(NamedTuple):
@@ -202,9 +203,13 @@ def _tile_gradients(queries: Queries, keys: Keys, rule: Rule) -> tuple[Array, Ar
     query, d_out, logsumexp, delta, query_marks = queries
     key, value, _ = keys
     product = functools.partial(jnp.einsum, preferred_element_type=_wide_dtype(query))
-    p = jnp.exp(_scores(query, query_marks, keys, rule) - logsumexp[..., None])
+    scores = _scores(query, query_marks, keys, rule)
+    p = jnp.exp(scores - logsumexp[..., None])
     dp = product("bgrtk,bgsk->bgrts", d_out, value)
-    ds = (p * (dp - delta[..., None]) * query.shape[-1] ** -0.5).astype(query.dtype)
+    ds = p * (dp - delta[..., None]) * query.shape[-1] ** -0.5
+    if rule.softcap is not None:
+        ds = ds * (1 - jnp.square(jnp.maximum(scores, -rule.softcap) / rule.softcap))  # hidden keys have p = 0
+    ds = ds.astype(query.dtype)
     dv = product("bgrts,bgrtk->bgsk", p.astype(value.dtype), d_out)
     return product("bgrts,bgsk->bgrtk", ds, key), product("bgrts,bgrtk->bgsk", ds, query), dv
 
@@ -212,7 +217,12 @@ def _tile_gradients(queries: Queries, keys: Keys, rule: Rule) -> tuple[Array, Ar
 def _scores(query: Array, query_marks: Marks, keys: Keys, rule: Rule) -> Float[Array, "B G R T S"]:
     scores = jnp.einsum("bgrtk,bgsk->bgrts", query, keys.key, preferred_element_type=_wide_dtype(query))
     mask_bias = jnp.where(sees(query_marks, keys.marks, rule), 0, HIDDEN).astype(scores.dtype)
-    return scores * query.shape[-1] ** -0.5 + mask_bias[:, None, None]
+    return capped(scores * query.shape[-1] ** -0.5, rule.softcap) + mask_bias[:, None, None]
+
+
+def capped(scores: Array, softcap: float | None) -> Array:
+    """Return softcap tanh(scores / softcap), which lies between -softcap and softcap; None changes nothing."""
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
 def sees(query_marks: Marks, key_marks: Marks, rule: Rule) -> Bool[Array, "#B T S"]:

@@ -45,6 +45,7 @@ def mixture_of_experts(
     score: Score = "softmax",
     normalize: bool = True,
     bias: Float[Array, " E"] | None = None,
+    router_bias: Float[Array, " E"] | None = None,
     groups: tuple[int, int] | None = None,
     scale: float = 1.0,
     shared: Mapping[str, Array] | None = None,
@@ -62,7 +63,8 @@ def mixture_of_experts(
 
     Args:
       weights: "up" [E, D, F] and "down" [E, F, D], and "gate" [E, D, F] for gated experts, in the dtype of x; dim 0 is E, or E/X
-        on a device of an expert axis of size X.
+        on a device of an expert axis of size X. "gate_bias" and "up_bias" [E, F] and "down_bias" [E, D] are added to the products.
+        Without a gate, "up" may be [E, D, n F]: the activation then returns F units (GPT-OSS).
       x: [B, T, D].
       router: [D, E].
       top_k: K.
@@ -71,6 +73,7 @@ def mixture_of_experts(
       score: "softmax" over the experts (Mixtral), or "sigmoid" of each (DeepSeek-V3).
       normalize: whether the K weights are divided by their sum.
       bias: [E], added to the scores for the choice alone, and not differentiated: see `so.nn.update_router_bias`.
+      router_bias: [E], added to the logits x router (GPT-OSS).
       groups: (number of groups, how many are open): experts are in groups of neighbours. A token may use the groups whose two
         best scores have the highest sum (DeepSeek-V3). None: all groups.
       scale: the factor of all weights.
@@ -133,7 +136,7 @@ def mixture_of_experts(
     shared = shared and {name: as_array(weight) for name, weight in shared.items()}
     routing = Routing(top_k, score, normalize, groups, scale, capacity_factor)
     with calling("mixture_of_experts"):
-        _check_arrays(weights, x, router, shared, bias)
+        _check_arrays(weights, x, router, shared, (bias, router_bias))
         routing.check(E)
         if chunk is not None:
             check_count("chunk", chunk)
@@ -149,7 +152,7 @@ def mixture_of_experts(
         local_shape = f", or [{E // devices}, ...] of this device" if devices > 1 and E % devices == 0 else ""
         fix = f"give weights [{E}, ...]{local_shape}."
         raise ValueError(format_error("mixture_of_experts", problem, fix=fix))
-    inputs = _Inputs(dict(weights), x, router, bias)
+    inputs = _Inputs(dict(weights), x, router, bias, router_bias)
     if is_analysed():
         y, statistics = _analysed_experts(inputs, routing, activation)
     else:
@@ -168,6 +171,7 @@ class _Inputs(NamedTuple):
     x: Float[Array, "B T D"]
     router: Float[Array, "D E"]
     bias: Array | None
+    router_bias: Array | None
 
 
 @dataclass(frozen=True)
@@ -183,9 +187,9 @@ def _route_and_run(
     settings: _Settings, axes: tuple[str, ...], inputs: _Inputs
 ) -> tuple[Float[Array, "B T D"], RouterStatistics]:
     """Run in a region that is manual over every axis: arrays are shards of one device, and rows travel over `axes`, if any."""
-    weights, x, router, bias = inputs
+    weights, x, router, *biases = inputs
     B, T, D = x.shape
-    routes, chunk = route(settings.routing, x, router, bias), settings.chunk
+    routes, chunk = route(settings.routing, x, router, *biases), settings.chunk
     E, N, K = router.shape[1], B * T, routes.experts.shape[2]
     run_experts = functools.partial(_dispatch_and_combine, settings.activation, axes, E, weights)
     flat_tokens = x.reshape(N, D), routes.experts.reshape(N, K), routes.weights.reshape(N, K)
@@ -230,7 +234,12 @@ def _dispatch_and_combine(
 
 def _run_experts(activation: Activation, weights: Weights, rows: Array, scales: Array, sizes: Array) -> Array:
     """Return the output of each row's expert, times the row's scale [M, 1]."""
-    first_products = {name: grouped_product(rows, weights[name], sizes) for name in weights if name != "down"}
+    bias_rows = lambda name, rows: grouped_product(rows, weights[f"{name}_bias"][:, None], sizes)  # noqa: E731
+    ones = jnp.ones((rows.shape[0], 1), rows.dtype)
+    first_products = {name: grouped_product(rows, weights[name], sizes) for name in ("gate", "up") if name in weights}
+    for name in first_products:
+        if f"{name}_bias" in weights:
+            first_products[name] += bias_rows(name, ones)
     first_products = checkpoint_name(first_products, NAME)
 
     @jax.checkpoint
@@ -239,7 +248,8 @@ def _run_experts(activation: Activation, weights: Weights, rows: Array, scales: 
         hidden = _hidden_units(first_products, lambda name: first_products[name], activation) * scales
         return grouped_product(hidden.astype(weights.dtype), weights, sizes)
 
-    return down(first_products, scales, weights["down"])
+    out = down(first_products, scales, weights["down"])
+    return out + bias_rows("down", scales.astype(rows.dtype)) if "down_bias" in weights else out
 
 
 def _hidden_units(weights: Weights, product: Callable[[str], Array], activation: Activation) -> Array:
@@ -256,14 +266,23 @@ def _analysed_experts(inputs: _Inputs, routing: Routing, activation: Activation)
     The check and `so.planning.trace` recognise the experts by their mark.
     """
 
-    def run(weights: Weights, x: Array, router: Array, bias: Array | None) -> tuple[Array, RouterStatistics]:
-        routes = route(routing, x, router, bias)
+    def run(weights: Weights, x: Array, router: Array, *biases: Array | None) -> tuple[Array, RouterStatistics]:
+        routes = route(routing, x, router, *biases)
         weights_of_all = dense_weights(routes.experts, routes.weights, router.shape[1])
         rows = checkpoint_name(x, ARRIVED)  # `BlockModel.remat` finds its names in this trace
-        first_product = lambda name: checkpoint_name(jnp.einsum("btd,edf->btef", rows, weights[name]), NAME)  # noqa: E731
+
+        def first_product(name: str) -> Array:
+            products = jnp.einsum("btd,edf->btef", rows, weights[name])
+            if f"{name}_bias" in weights:
+                products = products + weights[f"{name}_bias"][None, None]
+            return checkpoint_name(products, NAME)
+
         hidden = _hidden_units(weights, first_product, activation)
         hidden = (hidden * weights_of_all[..., None]).astype(x.dtype)
-        return jnp.einsum("btef,efd->btd", hidden, weights["down"]), routes.statistics
+        y = jnp.einsum("btef,efd->btd", hidden, weights["down"])
+        if "down_bias" in weights:
+            y = y + jnp.einsum("bte,ed->btd", weights_of_all.astype(x.dtype), weights["down_bias"])
+        return y, routes.statistics
 
     return marked(EXPERTS, run, top_k=routing.top_k)(*inputs)
 
@@ -294,7 +313,12 @@ def _on_each_device(
     )
     expert_spec, hidden_spec = (axes if splits_experts else None), tensor_axes or None
     inner_spec = PartitionSpec(expert_spec, None, hidden_spec)
-    specs = {name: PartitionSpec(expert_spec, hidden_spec, None) if name == "down" else inner_spec for name in weights}
+    specs_by_name = {"down": PartitionSpec(expert_spec, hidden_spec, None), "down_bias": PartitionSpec(expert_spec)}
+    specs_by_name |= dict.fromkeys(("gate_bias", "up_bias"), PartitionSpec(expert_spec, hidden_spec))
+    specs = {name: specs_by_name.get(name, inner_spec) for name in weights}
+    if "down_bias" in weights:  # each tensor shard adds its part
+        num_shards = math.prod(mesh.shape[axis] for axis in tensor_axes)
+        inputs = inputs._replace(weights={**weights, "down_bias": weights["down_bias"] / num_shards})
     token_spec, row_spec = PartitionSpec(row_axes or None, context_axes or None, None), PartitionSpec(row_axes or None)
     dispatch_axes = axes if travels or splits_experts else ()
 
@@ -306,7 +330,7 @@ def _on_each_device(
 
     y, statistics = jax.shard_map(
         region,
-        in_specs=(specs, token_spec, PartitionSpec(), PartitionSpec()),
+        in_specs=(specs, token_spec, PartitionSpec(), PartitionSpec(), PartitionSpec()),
         out_specs=(PartitionSpec(tensor_axes or None, *token_spec), row_spec),
         axis_names=auto_axes,
         check_vma=False,
@@ -315,7 +339,9 @@ def _on_each_device(
     return jnp.sum(y, axis=0, dtype=wide_dtype(y.dtype)).astype(inputs.x.dtype), statistics
 
 
-def _check_arrays(weights: Weights, x: Array, router: Array, shared: Weights | None, bias: Array | None) -> None:
+def _check_arrays(
+    weights: Weights, x: Array, router: Array, shared: Weights | None, biases: tuple[Array | None, ...]
+) -> None:
     if x.ndim != 3 or router.ndim != 2 or router.shape[0] != x.shape[2]:
         problem = f"x has shape {x.shape}, the router {router.shape}."
         raise ValueError(error_text(problem, fix="give x [B, T, D] and router [D, E]."))
@@ -323,8 +349,16 @@ def _check_arrays(weights: Weights, x: Array, router: Array, shared: Weights | N
     for label, leaves, dims in (("weights", weights, ("E", "D", "F")), ("shared weights", shared, ("D", "F"))):
         if leaves is not None:
             _check_weights(label, leaves, dims, x)
-    if bias is not None and bias.shape != (E,):
-        raise ValueError(error_text(f"bias has shape {bias.shape}.", fix=f"give [{E}]."))
+    for name, bias in zip(("bias", "router_bias"), biases, strict=True):
+        if bias is not None and bias.shape != (E,):
+            raise ValueError(error_text(f"{name} has shape {bias.shape}.", fix=f"give [{E}]."))
+    for name in ("gate", "up", "down"):
+        if (bias := weights.get(f"{name}_bias")) is not None and bias.shape != (
+            *weights[name].shape[:1],
+            weights[name].shape[2],
+        ):
+            problem = f"{name}_bias has shape {bias.shape}, for {name} {weights[name].shape}."
+            raise ValueError(error_text(problem, fix="give a bias for each expert and output."))
 
 
 def _check_weights(label: str, weights: Weights, dims: tuple[str, ...], x: Array) -> None:
@@ -332,12 +366,14 @@ def _check_weights(label: str, weights: Weights, dims: tuple[str, ...], x: Array
     if other_dtypes := [f"{name}: {leaf.dtype}" for name, leaf in weights.items() if leaf.dtype != x.dtype]:
         problem = f"the {label} are not of the dtype of x, {x.dtype}."
         raise TypeError(format_error("mixture_of_experts", problem, other_dtypes, "cast one to the other."))
+    weights = {name: leaf for name, leaf in weights.items() if not name.endswith("_bias")}
     names = {"up", "down"} | ({"gate"} & set(weights))
     shapes = {name: tuple(leaf.shape) for name, leaf in weights.items()}
     is_valid = set(weights) == names and len({len(shape) for shape in shapes.values()} | {len(dims)}) == 1
     if is_valid:
         *expert_dims, _, hidden_dim = shapes["up"]
-        up_shape, down_shape = (*expert_dims, width, hidden_dim), (*expert_dims, hidden_dim, width)
+        num_units = shapes["down"][-2] if "gate" not in weights and hidden_dim % shapes["down"][-2] == 0 else hidden_dim
+        up_shape, down_shape = (*expert_dims, width, hidden_dim), (*expert_dims, num_units, width)
         is_valid = all(shape == (down_shape if name == "down" else up_shape) for name, shape in shapes.items())
     if not is_valid:
         up_shape, down_shape = ", ".join(dims), ", ".join((*dims[:-2], dims[-1], dims[-2]))

@@ -92,7 +92,11 @@ class Routing:
 
 
 def route(
-    routing: Routing, x: Float[Array, "B T D"], router: Float[Array, "D E"], bias: Float[Array, " E"] | None
+    routing: Routing,
+    x: Float[Array, "B T D"],
+    router: Float[Array, "D E"],
+    bias: Float[Array, " E"] | None,
+    router_bias: Float[Array, " E"] | None = None,
 ) -> Routes:
     """Choose the experts of each token. If scores are equal, the lower index wins."""
     top_k, capacity_factor = routing.top_k, routing.capacity_factor
@@ -100,6 +104,8 @@ def route(
     wide = wide_dtype(x.dtype)
     # without this precision a TPU multiplies float32 as bfloat16
     logits = jnp.einsum("btd,de->bte", x.astype(wide), router.astype(wide), precision=jax.lax.Precision.HIGHEST)
+    if router_bias is not None:
+        logits = logits + router_bias.astype(wide)[None, None]
     logits = checkpoint_name(logits, NAME)
     if routing.score == "softmax":
         scores = probability = jax.nn.softmax(logits, axis=-1)

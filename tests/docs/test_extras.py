@@ -47,7 +47,6 @@ refused(lambda: plot_plans([]))
 refused(lambda: so.parameter_server.plot_timeline(so.parameter_server.simulate(2, num_updates=3).log))
 refused(lambda: so.training.tensorboard(folder))
 refused(lambda: data.batches(data.split(data.open_corpus(), 16)[0], 2))
-refused(lambda: models.import_safetensors(folder))
 refused(lambda: so.interop.nnx(None, None))
 print(main(["plan"]))
 """
@@ -76,7 +75,6 @@ def test_the_error_names_the_extra(without_extras):
         ("plot_timeline", "matplotlib", "plot"),
         ("tensorboard", "tensorboardX", "tensorboard"),
         ("data.batches", "grain", "data"),
-        ("import_safetensors", "safetensors", "huggingface"),
         ("interop.nnx", "flax", "flax"),
     ]
     told = "".join(

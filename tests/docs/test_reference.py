@@ -27,7 +27,7 @@ from shardopt import (
     training,
     transforms,
 )
-from shardopt.models import gpt, moe
+from shardopt.models import decoder, gpt, moe
 
 ROOMS = {
     "": (shardopt, shardopt.__all__),
@@ -38,6 +38,7 @@ ROOMS = {
     "hlo.": (hlo, hlo.__all__),
     "interop.": (interop, interop.__all__),
     "models.": (models, models.__all__),
+    "models.decoder.": (decoder, decoder.__all__),
     "models.gpt.": (gpt, ["GPTConfig", "init", "logits_of", "matrices", "model", "num_parameters", "rules"]),
     "models.moe.": (
         moe,

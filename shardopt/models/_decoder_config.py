@@ -1,0 +1,218 @@
+"""The description of a decoder: sizes, and the choices in which open models differ."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from shardopt.core._errors import format_error, plural
+from shardopt.models._latent_attention import Latent
+from shardopt.models._rope import Rope
+from shardopt.nn._low_precision import Precision, check_precision
+from shardopt.nn._router import Score
+
+Norm = Literal["rms", "rms_plus_one", "layer"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared", "clamped_swiglu"]
+
+
+def _clamped_swiglu(x: Array) -> Array:
+    """Return (up + 1) gate sigmoid(1.702 gate) of neighbouring pairs (gate, up), clamped to 7: half as many units (GPT-OSS)."""
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    gate, up = jnp.minimum(pairs[..., 0], 7.0), jnp.clip(pairs[..., 1], -7.0, 7.0)
+    return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
+    "clamped_swiglu": _clamped_swiglu,
+}
+
+
+class BlockKind(NamedTuple):
+    """What differs between the blocks of a decoder; their weights have the same shapes.
+
+    Attributes:
+      window: the most positions that a query sees, as in `so.nn.attention`; None sees all.
+      rope: the rotary positions; None rotates nothing.
+    """
+
+    window: int | None = None
+    rope: Rope | None = Rope()
+
+
+class Experts(NamedTuple):
+    """The mixture of experts of a decoder, in the terms of `so.nn.mixture_of_experts`.
+
+    Attributes:
+      number: experts of a block.
+      top_k: experts of a token.
+      hidden: hidden units of an expert.
+      shared_hidden: hidden units of the shared expert; 0 is none.
+      score: "softmax" or "sigmoid".
+      normalize: whether the weights of a token's experts are divided by their sum.
+      groups: (number of groups, how many are open to a token).
+      scale: the factor of these weights.
+      choice_bias: whether the choice has a bias for each expert, the leaf "router/choice_bias".
+      biases: whether the router and the products of experts have biases.
+      num_first: blocks without experts, before the others; their hidden units are `DecoderConfig.hidden`.
+    """
+
+    number: int
+    top_k: int
+    hidden: int
+    shared_hidden: int = 0
+    score: Score = "softmax"
+    normalize: bool = True
+    groups: tuple[int, int] | None = None
+    scale: float = 1.0
+    choice_bias: bool = False
+    biases: bool = False
+    num_first: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """A decoder as data. Immutable and hashable.
+
+    Attributes:
+      vocab_size: number of token ids.
+      dim: width of the residual stream.
+      num_layers: number of blocks.
+      num_heads: attention heads.
+      num_kv_heads: heads of keys and values; None is `num_heads`.
+      head_dim: width of a head; None is `dim / num_heads`.
+      hidden: hidden units of the mlp.
+      kinds: the kinds of blocks.
+      pattern: the kind of each block as an index into `kinds`; empty if all are the first.
+      positions: rows of the table of learned positions; 0 is no table.
+      norm: "rms", "rms_plus_one" (the factor is 1 + w, as in Gemma) or "layer", which has a bias.
+      norm_epsilon: the number that norms add to the mean square.
+      pre_norms: whether attention and mlp get normed inputs.
+      post_norms: whether their outputs are normed, before they are added.
+      qk_norm: norms of queries and keys: "head" norms each head, "all" norms all heads of a token together; None is none.
+      qkv_bias: whether queries, keys and values have biases.
+      out_bias: whether the last product of attention has a bias.
+      mlp_bias: whether the products of the mlp have biases.
+      activation: the activation of the mlp. "clamped_swiglu" is that of GPT-OSS: "up" then has two columns for each hidden unit.
+      gated: whether the mlp is gated.
+      attention_scale: the factor of attention scores; None is 1 / sqrt(head_dim).
+      attention_softcap: the cap of attention scores, as in `so.nn.attention`.
+      logits_softcap: the cap of logits, as in `so.nn.cross_entropy`.
+      sinks: whether each head has a sink, as in `so.nn.attention`.
+      embedding_scale: the factor of embeddings.
+      tied: whether the embedding is also the output projection; otherwise that is the leaf "head".
+      latent: sizes of latent attention (DeepSeek); None is grouped attention.
+      experts: the mixture of experts; None is an mlp in each block.
+      max_length: the longest sequence of `sample`.
+      loss_chunk: positions whose logits are held at a time, see `so.nn.cross_entropy`; None is all.
+      param_dtype: dtype that `init` creates and `from_pretrained` loads.
+      dtype: dtype of activations and products; None is the dtype of the parameters that the loss gets.
+      precision: precision of products with block weights, as in `so.nn.quantized_einsum`; None is `dtype`.
+
+    Raises:
+      ValueError: if sizes do not fit together, or a choice is unknown.
+    """
+
+    vocab_size: int = 256
+    dim: int = 256
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    hidden: int = 768
+    kinds: tuple[BlockKind, ...] = (BlockKind(),)
+    pattern: tuple[int, ...] = ()
+    positions: int = 0
+    norm: Norm = "rms"
+    norm_epsilon: float = 1e-6
+    pre_norms: bool = True
+    post_norms: bool = False
+    qk_norm: Literal["head", "all"] | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    activation: Activation = "silu"
+    gated: bool = True
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logits_softcap: float | None = None
+    sinks: bool = False
+    embedding_scale: float = 1.0
+    tied: bool = False
+    latent: Latent | None = None
+    experts: Experts | None = None
+    max_length: int = 1024
+    loss_chunk: int | None = None
+    param_dtype: DTypeLike = jnp.float32
+    dtype: DTypeLike | None = None
+    precision: Precision | None = None
+
+    def __post_init__(self):
+        check_precision("DecoderConfig", self.precision)
+        if problems := self._problems():
+            raise ValueError(
+                format_error("DecoderConfig", f"{plural(len(problems), 'field')} cannot be used.", problems)
+            )
+
+    def _problems(self) -> list[str]:
+        sizes = ("vocab_size", "dim", "num_layers", "num_heads", "hidden", "norm_epsilon", "max_length")
+        problems = [f"{name} must be positive, got {getattr(self, name)}" for name in sizes if getattr(self, name) <= 0]
+        if not problems and self.num_heads % self.kv_heads:
+            problems.append(f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}")
+        choices = {"norm": get_args(Norm), "activation": get_args(Activation), "qk_norm": ("head", "all", None)}
+        problems += [
+            f"{name} must be one of {', '.join(map(str, values))}, got {getattr(self, name)!r}"
+            for name, values in choices.items()
+            if getattr(self, name) not in values
+        ]
+        if self.pattern and len(self.pattern) != self.num_layers:
+            problems.append(f"pattern has {len(self.pattern)} entries for {self.num_layers} blocks")
+        if not set(self.pattern) <= set(range(len(self.kinds))):
+            problems.append(f"pattern names kinds from 0 to {max(self.pattern)}, and there are {len(self.kinds)}")
+        widths = {kind.rope.dims or self.rotary_dim for kind in self.kinds if kind.rope}
+        if len(widths) > 1 or any(width % 2 for width in widths):
+            problems.append(f"the dims that rotate must be even and the same in all kinds, got {sorted(widths)}")
+        if self.latent is not None and (
+            self.num_kv_heads not in (None, self.num_heads) or self.qk_norm or self.qkv_bias
+        ):
+            problems.append("num_kv_heads, qk_norm and qkv_bias are for attention that is not latent")
+        if self.experts is not None and not 0 <= self.experts.num_first < self.num_layers:
+            problems.append(
+                f"experts.num_first={self.experts.num_first} leaves no block of {self.num_layers} with experts"
+            )
+        return problems
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_width(self) -> int:
+        """Width of queries and keys of a head."""
+        if self.latent is not None:
+            return self.latent.nope + self.latent.rope
+        return self.head_dim or self.dim // self.num_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dims of a head that can rotate."""
+        return self.head_width if self.latent is None else self.latent.rope
+
+    @property
+    def used_kinds(self) -> tuple[BlockKind, ...]:
+        """The kinds that some block has, in the order of `kinds`."""
+        return tuple(self.kinds[i] for i in sorted(set(self.pattern or (0,))))
+
+    @property
+    def num_first(self) -> int:
+        """Blocks without experts before the stacked blocks; 0 if no block has experts."""
+        return self.experts.num_first if self.experts else 0

@@ -1,0 +1,228 @@
+"""The fields of a config.json: each is read, or known not to change the mathematics, or refused by its name."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shardopt.core._errors import error_text
+from shardopt.models._decoder_config import BlockKind
+from shardopt.models._rope import Rope
+
+NEUTRAL = frozenset(
+    [
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_name_or_path",
+        "_sliding_window_pattern",
+        "architectures",
+        "auto_map",
+        "bos_token_id",
+        "cache_implementation",
+        "dtype",
+        "eos_token_id",
+        "gradient_checkpointing",
+        "id2label",
+        "initializer_range",
+        "is_decoder",
+        "label2id",
+        "model_type",
+        "n_ctx",
+        "pad_token_id",
+        "pretraining_tp",
+        "return_dict",
+        "sep_token_id",
+        "task_specific_params",
+        "torch_dtype",
+        "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_cache",
+        "use_mamba_kernels",
+        "use_mrope",
+        "attention_dropout",
+        "attn_pdrop",
+        "embd_pdrop",
+        "embedding_dropout",
+        "hidden_dropout",
+        "resid_pdrop",
+        "residual_dropout",
+        "summary_first_dropout",
+        "summary_activation",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+        "aux_loss_alpha",
+        "router_aux_loss_coef",
+        "router_z_loss_coef",
+        "seq_aux",
+        "ep_size",
+    ]
+)
+"""Fields that do not change the logits: tokens, the form of the file, losses that are off, and dropout, which the decoder has not."""
+
+_OFF = frozenset(
+    [
+        "add_cross_attention",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "router_jitter_noise",
+        "torchscript",
+    ]
+)
+"""Fields that must be off: absent, null, false or 0."""
+
+
+class Fields:
+    """The fields of one config.json, with the defaults of its family; it notes which were read."""
+
+    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any]):
+        self._values, self._defaults = values, defaults
+        self._read: set[str] = set()
+        self.problems: list[str] = []
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a field, or the default of the family."""
+        self._read.add(name)
+        return self._values.get(name, self._defaults.get(name))
+
+    def size(self, name: str) -> int:
+        """Return a field that must be a positive integer."""
+        value = self[name]
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        self.problems.append(f"{name} is {value!r}, must be a positive integer")
+        return 1
+
+    def require(self, name: str, *allowed: Any) -> None:
+        """Refuse a field unless it has an allowed value."""
+        if (value := self[name]) not in allowed:
+            self.problems.append(f"{name} is {value!r}, must be {' or '.join(map(repr, allowed))}")
+
+    def choice(self, name: str, values: Mapping[Any, Any]) -> Any:
+        """Return the meaning of a field's value."""
+        if (value := self[name]) in values:
+            return values[value]
+        self.problems.append(f"{name} is {value!r}, must be one of {', '.join(map(repr, values))}")
+        return next(iter(values.values()))
+
+    def skip(self, *names: str) -> None:
+        """Note fields that have no effect in this family."""
+        self._read.update(names)
+
+    def unread_problems(self) -> list[str]:
+        """Return a problem for each field that was not read and may ask for something."""
+        unread = {name: value for name, value in self._values.items() if name not in self._read | NEUTRAL}
+        return [
+            f"{name} is {value!r}, which the decoder does not know"
+            for name, value in unread.items()
+            if value is not None and not (name in _OFF and not value)
+        ]
+
+    def rope(self, head_dim: int, group: str | None = None, **changes: Any) -> Rope:
+        """Return the rotary positions that the fields describe.
+
+        Args:
+          head_dim: dims of a head that can rotate.
+          group: the entry of "rope_parameters" for blocks of one type, if it has entries by type.
+          changes: fields of the old form that blocks of this type have differently.
+        """
+        old, new = changes.get("rope_scaling", self["rope_scaling"]) or {}, self["rope_parameters"] or {}
+        scaling = dict(new.get(group) or {} if group in new else {} if _is_grouped(new) else new) | dict(old)
+        kind = scaling.pop("rope_type", scaling.pop("type", "default"))
+        scaling.pop("type", None)
+        base = scaling.pop("rope_theta", changes.get("rope_theta", self["rope_theta"])) or 10_000.0
+        share = scaling.pop("partial_rotary_factor", self["partial_rotary_factor"])
+        dims = None if share in (None, 1, 1.0) else int(head_dim * share)
+        interleaved = bool(changes.get("interleaved", False))
+        make = _KINDS.get(kind)
+        if make is None:
+            self.problems.append(f"rope_type is {kind!r}, must be one of {', '.join(map(repr, _KINDS))}")
+            return Rope()
+        try:
+            values = make(scaling, self)
+        except KeyError as error:
+            self.problems.append(f"rope_scaling has no {error.args[0]!r}, which {kind!r} needs")
+            return Rope()
+        self.problems += [
+            f"rope_scaling.{name} is {value!r}, which {kind!r} does not know"
+            for name, value in scaling.items()
+            if value is not None
+        ]
+        return Rope(base=float(base), dims=dims, interleaved=interleaved, **values)
+
+    def kinds(
+        self, types: Sequence[str] | None, window: int | None, rope_of: Callable[[str], Rope | None]
+    ) -> dict[str, Any]:
+        """Return `kinds` and `pattern` of a `DecoderConfig` from the type of each block, "full_attention" or "sliding_attention"."""
+        if types is None:
+            return {"kinds": (BlockKind(window, rope_of("full_attention")),)}
+        names = list(dict.fromkeys(types))
+        if unknown := sorted(set(names) - {"full_attention", "sliding_attention"}):
+            self.problems.append(f"layer_types has {', '.join(map(repr, unknown))}, which the decoder does not know")
+        kinds = tuple(BlockKind(window if name == "sliding_attention" else None, rope_of(name)) for name in names)
+        return {"kinds": kinds, "pattern": tuple(map(names.index, types)) if len(kinds) > 1 else ()}
+
+
+def check_fields(folder: object, fields: Fields) -> None:
+    """Refuse the config.json of a folder with every problem.
+
+    Raises:
+      ValueError: if there is a problem.
+    """
+    if problems := fields.problems + fields.unread_problems():
+        raise ValueError(
+            error_text(
+                f"{folder} describes a model that the decoder cannot be.",
+                problems,
+                "the decoder reads float weights of text models; docs/howto/open_weights.md lists the families.",
+            )
+        )
+
+
+def _is_grouped(rope_parameters: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, dict) for value in rope_parameters.values())
+
+
+def _plain(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
+    scaling.pop("original_max_position_embeddings", None)
+    fields.skip("original_max_position_embeddings")
+    return {}
+
+
+def _linear(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
+    return {"kind": "linear", "factor": float(scaling.pop("factor"))}
+
+
+def _length(scaling: dict[str, Any], fields: Fields) -> int:
+    trained_length = scaling.pop("original_max_position_embeddings", None)
+    return fields["original_max_position_embeddings"] or trained_length or fields["max_position_embeddings"]
+
+
+def _llama3(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
+    slow, fast = float(scaling.pop("low_freq_factor")), float(scaling.pop("high_freq_factor"))
+    factor = float(scaling.pop("factor"))
+    return {"kind": "llama3", "factor": factor, "length": _length(scaling, fields), "slow": slow, "fast": fast}
+
+
+def _yarn(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
+    length, factor = _length(scaling, fields), scaling.pop("factor", None)
+    factor = float(factor or fields["max_position_embeddings"] / length)
+    one, all_dims = scaling.pop("mscale", None), scaling.pop("mscale_all_dim", None)
+    attention_factor = scaling.pop("attention_factor", None)
+    if attention_factor is None:
+        attention_factor = (
+            yarn_scale(factor, one) / yarn_scale(factor, all_dims) if one and all_dims else yarn_scale(factor, 1)
+        )
+    slow, fast = float(scaling.pop("beta_slow", None) or 1), float(scaling.pop("beta_fast", None) or 32)
+    numbers = {"factor": factor, "length": length, "slow": slow, "fast": fast}
+    truncate = scaling.pop("truncate", True)
+    return {"kind": "yarn", **numbers, "truncate": truncate is not False, "attention_factor": float(attention_factor)}
+
+
+def yarn_scale(factor: float, scale: float | int) -> float:
+    """Return the factor of yarn for rows that are `factor` times longer: 0.1 scale log(factor) + 1."""
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1
+
+
+_KINDS = {"default": _plain, "linear": _linear, "llama3": _llama3, "yarn": _yarn}

@@ -1,0 +1,453 @@
+"""Open weights as a decoder: read by each process for its own shards, and written by each process for its own part."""
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.typing import DTypeLike
+
+from shardopt.checkpoint._store import barrier
+from shardopt.core._block_model import BlockModel
+from shardopt.core._block_remat import Remat
+from shardopt.core._errors import calling, error_text
+from shardopt.core._types import PyTree, TrainState, leaves_with_paths
+from shardopt.models import decoder
+from shardopt.models._decoder_config import DecoderConfig
+from shardopt.models._families import FAMILIES
+from shardopt.models._fields import Fields, check_fields
+from shardopt.models._places import Place, check_tensors, is_ignored, leaf_shapes, places_of, tensor_shape
+from shardopt.models._tensor_files import Part, Tensor, header_of, read_header
+from shardopt.step._optimizer import ShardedOptimizer
+from shardopt.training._loggers import show_progress
+
+_CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_COPIED = ("tokenizer*", "*token*.json", "vocab.*", "merges.txt", "*.jinja", "generation_config.json")
+_UNFINISHED = ".unfinished"
+Bounds = tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pretrained:
+    """A folder of open weights, of which only config.json and the headers of the files were read.
+
+    Attributes:
+      folder: the folder.
+      config: the decoder that config.json describes.
+      model: the decoder as a `BlockModel`.
+      family: the model_type in `config.json`, or the family that the caller named.
+      hf_config: the content of config.json.
+      tensors: the tensors of the files, by name.
+    """
+
+    folder: Path
+    config: DecoderConfig
+    model: BlockModel
+    family: str
+    hf_config: Mapping[str, Any] = dataclasses.field(repr=False)
+    tensors: Mapping[str, Tensor] = dataclasses.field(repr=False)
+    param_dtype: DTypeLike | None = None
+
+    @property
+    def rules(self) -> tuple[tuple[str, PartitionSpec], ...]:
+        """The tensor rules, `decoder.rules(config)`."""
+        return decoder.rules(self.config)
+
+    @property
+    def expert_leaves(self) -> tuple[str, ...]:
+        """The `expert_leaves` of a strategy: `decoder.expert_leaves`, or none if the model has no experts."""
+        return decoder.expert_leaves if self.config.experts else ()
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """The `frozen` of a strategy: `decoder.frozen`, or none if all leaves are trained."""
+        return decoder.frozen if self.config.experts and self.config.experts.choice_bias else ()
+
+    @functools.cached_property
+    def _places(self) -> dict[str, list[Place]]:
+        return places_of(self.config, FAMILIES[self.family])
+
+    @functools.cached_property
+    def abstract_params(self) -> PyTree:
+        """The parameters as `jax.ShapeDtypeStruct`; without a `param_dtype` they have the dtypes of the files."""
+        dtypes: dict[str, np.dtype] = {}
+        for name, places in self._places.items():
+            for place in places:
+                dtype = self.tensors[name].dtype if self.param_dtype is None else np.dtype(self.param_dtype)
+                dtypes[place.leaf] = np.promote_types(dtypes.get(place.leaf, dtype), dtype)
+        tree = jax.tree.structure(decoder.shapes_of(self.config), is_leaf=lambda x: isinstance(x, tuple))
+        leaves = [jax.ShapeDtypeStruct(shape, dtypes[leaf]) for leaf, shape in leaf_shapes(self.config).items()]
+        return jax.tree.unflatten(tree, leaves)
+
+    @calling("from_pretrained.load")
+    def load(self, opt: ShardedOptimizer, rng: jax.Array | None = None, *, progress: bool = True) -> TrainState:
+        """Return the first train state of a strategy, with the weights of the folder.
+
+        Args:
+          opt: the strategy, made with `model`, and `rules` if its mesh has a tensor axis.
+          rng: the random key of the steps, as in `opt.init`.
+          progress: whether the first process shows a bar.
+
+        Raises:
+          OSError: if a file cannot be read.
+
+        Each process reads the bytes of its own shards, one leaf at a time.
+        """
+        specs = opt.specs(self.abstract_params).params
+        shardings = jax.tree.map(
+            lambda spec, leaf: NamedSharding(opt.mesh, PartitionSpec(*spec[-leaf.ndim :])),
+            specs,
+            self.abstract_params,
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
+        )
+        return opt.init(self.load_params(shardings, progress=progress), rng)
+
+    @calling("from_pretrained.load_params")
+    def load_params(self, shardings: PyTree = None, *, progress: bool = True) -> PyTree:
+        """Return the parameters as arrays.
+
+        Args:
+          shardings: a tree of shardings; None puts all on the first device.
+          progress: whether the first process shows a bar.
+
+        Raises:
+          OSError: if a file cannot be read.
+        """
+        if shardings is None:
+            device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            shardings = jax.tree.map(lambda _: device, self.abstract_params)
+        sources: dict[str, list[tuple[Tensor, Place]]] = {}
+        for name, places in self._places.items():
+            for place in places:
+                sources.setdefault(place.leaf, []).append((self.tensors[name], place))
+        paths_and_leaves, num_bytes, arrays = leaves_with_paths(self.abstract_params), 0, []
+        with show_progress(len(paths_and_leaves), shown=progress) as display:
+            for (path, leaf), sharding in zip(paths_and_leaves, jax.tree.leaves(shardings), strict=True):
+                arrays.append(_load_leaf(leaf, sharding, sources[path]))
+                num_bytes += sum(shard.data.nbytes for shard in arrays[-1].addressable_shards)
+                display.advance(len(arrays))
+                display.report(len(arrays), {"GB": num_bytes / 1e9})
+        return jax.tree.unflatten(jax.tree.structure(self.abstract_params), arrays)
+
+    @calling("from_pretrained.save")
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        params: PyTree,
+        *,
+        dtype: DTypeLike | None = None,
+        max_file_bytes: int = 5 * 10**9,
+        progress: bool = True,
+    ) -> Path:
+        """Write parameters as a folder that transformers and `from_pretrained` read.
+
+        Args:
+          folder: a new or empty folder, which all processes can write to.
+          params: the parameters, as `load` gave them to the strategy; all processes pass their shards.
+          dtype: the dtype in the files; None keeps the dtypes of the parameters.
+          max_file_bytes: the most bytes of a file with more than one tensor.
+          progress: whether the first process shows a bar.
+
+        Returns:
+          The folder.
+
+        Raises:
+          FileExistsError: if the folder has weights already.
+          ValueError: if the parameters have other leaves or shapes than the model.
+
+        Each process writes its own shards into files with unfinished names. When all have written, the first process renames
+        the files, and writes the index last. transformers reads no folder without the index, or without the only file.
+        """
+        leaves = dict(leaves_with_paths(params))
+        shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
+        if shapes != (expected := leaf_shapes(self.config)):
+            different = [path for path in shapes.keys() | expected.keys() if shapes.get(path) != expected.get(path)]
+            problems = [f"{path}: {shapes.get(path)}, must be {expected.get(path)}" for path in sorted(different)]
+            raise ValueError(error_text("the parameters are not those of the model.", problems))
+        hf_config = dict(self.hf_config)
+        if dtype is not None:
+            hf_config.pop("torch_dtype", None)
+            hf_config["dtype"] = np.dtype(dtype).name
+        options = {"dtype": dtype, "max_file_bytes": max_file_bytes, "progress": progress}
+        return write_weights(folder, params, self._places, hf_config, source=self.folder, **options)
+
+
+def write_weights(
+    folder: str | os.PathLike[str],
+    params: PyTree,
+    places: Mapping[str, list[Place]],
+    hf_config: Mapping[str, Any],
+    *,
+    source: Path | None = None,
+    dtype: DTypeLike | None = None,
+    max_file_bytes: int = 5 * 10**9,
+    progress: bool = False,
+) -> Path:
+    """Write parameters of the decoder as a folder; the arguments are those of `Pretrained.save`.
+
+    Args:
+      folder: a new or empty folder.
+      params: the parameters of the decoder.
+      places: tensor name -> places of the tensor.
+      hf_config: the content of config.json.
+      source: the folder whose tokenizer is copied.
+      dtype: the dtype in the files.
+      max_file_bytes: the most bytes of a file with more than one tensor.
+      progress: whether the first process shows a bar.
+
+    Raises:
+      FileExistsError: if the folder has weights already.
+    """
+    leaves, target = dict(leaves_with_paths(params)), Path(folder)
+    if (target / _INDEX).exists() or (target / _WEIGHTS).exists():
+        raise FileExistsError(error_text(f"{target} has weights already.", fix="choose a new folder."))
+    plan = _plan_files(target, places, leaves, dtype, max_file_bytes)
+    is_first = jax.process_index() == 0
+    if is_first:
+        target.mkdir(parents=True, exist_ok=True)
+        for file in plan.values():
+            file.create()
+    _wait_for_all(f"{target}.created")
+    by_leaf: dict[str, list[tuple[Tensor, Place]]] = {}
+    for file in plan.values():
+        for name, tensor in file.tensors.items():
+            for place in places[name]:
+                by_leaf.setdefault(place.leaf, []).append((tensor, place))
+    with show_progress(len(leaves), shown=progress) as display:
+        for done, (path, leaf) in enumerate(leaves.items(), 1):
+            _save_leaf(leaf, by_leaf[path])
+            display.advance(done)
+    for file in plan.values():
+        file.sync()
+    _wait_for_all(f"{target}.written")
+    if is_first:
+        _commit(source, target, plan, hf_config)
+    _wait_for_all(f"{target}.committed")
+    return target
+
+
+@calling("from_pretrained")
+def from_pretrained(
+    folder: str | os.PathLike[str],
+    *,
+    family: str | None = None,
+    param_dtype: DTypeLike | None = None,
+    dtype: DTypeLike | None = None,
+    remat: Remat = None,
+) -> Pretrained:
+    """Read the config.json and the headers of a folder of open weights; no code of the folder is run.
+
+    Args:
+      folder: a folder of Hugging Face, with `config.json` and safetensors.
+      family: the family whose mathematics the model has, if its model_type is another; by default its model_type.
+      param_dtype: the dtype of the parameters; None keeps the dtypes of the files.
+      dtype: dtype of activations and products, as in `decoder.DecoderConfig`.
+      remat: what the backward pass recomputes, as in `BlockModel`.
+
+    Returns:
+      A `Pretrained` with `model`, `config`, `rules`, `load` and `save`.
+
+    Raises:
+      FileNotFoundError: if a file is missing.
+      ValueError: if config.json has a field that the decoder does not know, or asks for something that the decoder cannot do;
+        if a tensor is missing, unexpected or of another shape. The message names all of them.
+
+    Example:
+      >>> import jax, optax, tempfile, shardopt as so
+      >>> from shardopt import models
+      >>> from shardopt.models import gpt
+      >>> config = gpt.GPTConfig(dim=32, num_layers=2)
+      >>> folder = models.export_safetensors(tempfile.mkdtemp(), gpt.init(config, jax.random.key(0)), config)
+      >>> llama = models.from_pretrained(folder)
+      >>> opt = so.fsdp(optax.adamw(1e-5), so.make_mesh(data=len(jax.devices())), llama.model, rules=llama.rules)
+      >>> state = llama.load(opt, progress=False)
+      >>> state.params["blocks"]["attention"]["q"].shape
+      (2, 32, 4, 8)
+
+    An unknown model_type is refused, although its fields and tensors may be those of a known family: the order of rotary pairs, for
+    example, is in the code of a model alone. Name the `family` if you know that the mathematics is the same.
+    """
+    folder = Path(folder)
+    hf_config = json.loads((folder / _CONFIG).read_text())
+    name = hf_config.get("model_type") if family is None else family
+    if name not in FAMILIES:
+        problem = f"{folder} has model_type {name!r}, which is none of {', '.join(FAMILIES)}."
+        fix = "pass family=... if the mathematics of the model is that of a known family."
+        raise ValueError(error_text(problem, fix=fix))
+    fields = Fields(hf_config, FAMILIES[name].defaults)
+    if family is None:
+        fields.require("architectures", None, [FAMILIES[name].architecture])
+    config_fields = FAMILIES[name].read(fields)
+    check_fields(folder, fields)
+    config = DecoderConfig(**config_fields)
+    tensors: dict[str, Tensor] = {}
+    for path in _weight_files(folder):
+        tensors |= read_header(path)
+    tensors = {tensor: place for tensor, place in tensors.items() if not is_ignored(tensor, config, FAMILIES[name])}
+    places = places_of(config, FAMILIES[name])
+    if not any(tensor.startswith(FAMILIES[name].optional) for tensor in tensors):
+        tensors = {FAMILIES[name].optional + tensor: entry for tensor, entry in tensors.items()}
+    check_tensors(folder, {tensor: entry.shape for tensor, entry in tensors.items()}, places)
+    stored = tensors[next(iter(places))].dtype if param_dtype is None else param_dtype
+    config = dataclasses.replace(config, param_dtype=stored, dtype=dtype)
+    return Pretrained(folder, config, decoder.model(config, remat=remat), name, hf_config, tensors, param_dtype)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if not (folder / _INDEX).exists():
+        return [folder / _WEIGHTS]
+    names = sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))
+    if outside := [name for name in names if Path(name).name != name]:
+        raise ValueError(error_text(f"{folder / _INDEX} names files outside of the folder.", outside))
+    return [folder / name for name in names]
+
+
+def _load_leaf(leaf: jax.ShapeDtypeStruct, sharding: Sharding, sources: list[tuple[Tensor, Place]]) -> jax.Array:
+    """Return a leaf whose shards on this process were read from the files."""
+    indices = sharding.addressable_devices_indices_map(leaf.shape)
+    shards: dict[Bounds, np.ndarray] = {}
+    for index in indices.values():
+        bounds = _bounds(index, leaf.shape)
+        shards[bounds] = np.empty([stop - start for start, stop in bounds], leaf.dtype)
+    for tensor, place in sources:
+        view = tensor.view()
+        for bounds, shard in shards.items():
+            if (places := _places_in(place, bounds)) is not None:
+                part = Part(tensor, place.of(view)[places.inner], view.__array_interface__["data"][0])
+                shard[places.outer] = part.read()
+        del view
+    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: shards[_bounds(index, leaf.shape)])
+
+
+def _save_leaf(leaf: Any, targets: list[tuple[Tensor, Place]]) -> None:
+    """Write the shards of a leaf that no other process writes."""
+    if isinstance(leaf, jax.Array):
+        shards = [(shard.index, shard.data) for shard in leaf.addressable_shards if shard.replica_id == 0]
+    else:
+        shards = [((slice(None),) * leaf.ndim, leaf)] if jax.process_index() == 0 else []
+    for index, data in shards:
+        bounds, numbers = _bounds(index, leaf.shape), np.asarray(data)
+        for tensor, place in targets:
+            if (places := _places_in(place, bounds)) is not None:
+                view = tensor.view()
+                part = Part(tensor, place.of(view)[places.inner], view.__array_interface__["data"][0])
+                part.write(numbers[places.outer])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slices:
+    """The part of a tensor that a shard has.
+
+    Attributes:
+      inner: its place in the view of the tensor.
+      outer: its place in the shard.
+    """
+
+    inner: tuple[slice, ...]
+    outer: tuple[int, ...]
+
+
+def _places_in(place: Place, bounds: Bounds) -> _Slices | None:
+    """Return the part of a tensor that a shard has, or None if the shard has other blocks."""
+    depth = len(place.numbers)
+    if any(not start <= i < stop for i, (start, stop) in zip(place.numbers, bounds, strict=False)):
+        return None
+    outer = tuple(i - start for i, (start, _) in zip(place.numbers, bounds, strict=False))
+    return _Slices(tuple(slice(start, stop) for start, stop in bounds[depth:]), outer)
+
+
+def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:
+    return tuple(part.indices(size)[:2] for part, size in zip(index or (slice(None),) * len(shape), shape, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class _File:
+    """A file that is being written.
+
+    Attributes:
+      path: its unfinished name.
+      header: its first bytes.
+      num_bytes: its size.
+      tensors: its tensors by name.
+    """
+
+    path: Path
+    header: bytes
+    num_bytes: int
+    tensors: Mapping[str, Tensor]
+
+    def create(self) -> None:
+        with self.path.open("wb") as file:
+            file.write(self.header)
+            file.truncate(self.num_bytes)
+
+    def sync(self) -> None:
+        with self.path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def _plan_files(
+    folder: Path,
+    places: Mapping[str, list[Place]],
+    leaves: Mapping[str, Any],
+    dtype: DTypeLike | None,
+    max_file_bytes: int,
+) -> dict[str, _File]:
+    """Return name -> file, each with the tensors that fit into `max_file_bytes`."""
+    groups: list[dict[str, tuple[np.dtype, tuple[int, ...]]]] = [{}]
+    num_bytes = 0
+    for name, tensor_places in places.items():
+        stored = (
+            np.dtype(dtype) if dtype is not None else np.result_type(*(leaves[p.leaf].dtype for p in tensor_places))
+        )
+        shape = tensor_shape(tensor_places)
+        size = math.prod(shape) * stored.itemsize
+        if groups[-1] and num_bytes + size > max_file_bytes:
+            groups.append({})
+            num_bytes = 0
+        groups[-1][name] = stored, shape
+        num_bytes += size
+    files = {}
+    for i, group in enumerate(groups, 1):
+        name = f"model-{i:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else _WEIGHTS
+        header, offsets, size = header_of(group)
+        path = folder / (name + _UNFINISHED)
+        tensors = {tensor: Tensor.of(path, *group[tensor], offsets[tensor]) for tensor in group}
+        files[name] = _File(path, header, size, tensors)
+    return files
+
+
+def _commit(source: Path | None, folder: Path, plan: Mapping[str, _File], hf_config: Mapping[str, Any]) -> None:
+    """Write config.json, and give the files their names; the only file comes last, or else the index."""
+    _write(folder / _CONFIG, hf_config)
+    for path in [path for pattern in _COPIED for path in source.glob(pattern)] if source else []:
+        if path.is_file() and not (folder / path.name).exists():
+            shutil.copyfile(path, folder / path.name)
+    for name, file in plan.items():
+        file.path.rename(folder / name)
+    if len(plan) > 1:
+        weight_map = {tensor: name for name, file in plan.items() for tensor in file.tensors}
+        num_bytes = sum(file.num_bytes - len(file.header) for file in plan.values())
+        _write(folder / _INDEX, {"metadata": {"total_size": num_bytes}, "weight_map": weight_map})
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    unfinished = path.with_name(path.name + _UNFINISHED)
+    with unfinished.open("w") as file:
+        file.write(json.dumps(content, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.rename(path)
+
+
+def _wait_for_all(name: str) -> None:
+    if jax.process_count() > 1:
+        barrier(name)
