@@ -1,39 +1,31 @@
 """Adapters in peft's files: which tensors hold A and B of each weight of an open model."""
 
 import json
-import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from shardopt.core._errors import error_text, plural
-from shardopt.models._places import Place
+from shardopt.models._families import FAMILIES
+from shardopt.models._places import Place, places_of
 from shardopt.models._pretrained import Pretrained
+from shardopt.nn._low_rank import FACTORS
 
+Factors = dict[str, np.ndarray]
 _PREFIX = "base_model.model."
-_SAME = {
-    "peft_type": "LORA",
-    "bias": "none",
-    "use_dora": False,
-    "use_rslora": False,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "modules_to_save": None,
-    "layers_to_transform": None,
-    "target_parameters": None,
-    "fan_in_fan_out": None,
-}
-"""Settings of an adapter_config.json, with the only value that is understood; None is any value without effect."""
-_WITHOUT_EFFECT = {
-    "fan_in_fan_out": (False, True),  # peft writes A and B alike for both
+_NO_EFFECT = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False,),
+    "use_rslora": (False,),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
     "modules_to_save": (None, []),
     "layers_to_transform": (None, []),
     "target_parameters": (None, []),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
 }
+"""Settings of an adapter_config.json that would change the mathematics, with the values that `lora` computes."""
 
 
 class Module(NamedTuple):
@@ -52,13 +44,17 @@ class Module(NamedTuple):
         """The names of A and B in a file."""
         return f"{_PREFIX}{self.name}.lora_A.weight", f"{_PREFIX}{self.name}.lora_B.weight"
 
-    def a_in_file(self, lora_a: np.ndarray) -> np.ndarray:
-        """Return A [inputs ..., rank] of a block as peft stores it, [rank, inputs]."""
-        return lora_a.reshape(-1, lora_a.shape[-1]).T
+    def in_file(self, factors: Factors) -> dict[str, np.ndarray]:
+        """Return A and B of all blocks as peft stores those of this module: [rank, inputs] and [outputs, rank]."""
+        lora_a, lora_b = (factors[f"{self.place.leaf}/{name}"][self.place.numbers] for name in FACTORS)
+        matrices = lora_a.reshape(-1, lora_a.shape[-1]).T, lora_b.reshape(lora_b.shape[0], -1).T
+        return dict(zip(self.names, map(np.ascontiguousarray, matrices), strict=True))
 
-    def b_in_file(self, lora_b: np.ndarray) -> np.ndarray:
-        """Return B [rank, outputs ...] of a block as peft stores it, [outputs, rank]."""
-        return lora_b.reshape(lora_b.shape[0], -1).T
+    def write_into(self, factors: Factors, tensors: Factors) -> None:
+        """Write the tensors of this module into A and B of all blocks."""
+        for leaf_name, tensor_name in zip(FACTORS, self.names, strict=True):
+            block = factors[f"{self.place.leaf}/{leaf_name}"][self.place.numbers]
+            block[...] = tensors[tensor_name].T.reshape(block.shape)
 
 
 def modules_of(model: Pretrained, targets: set[str]) -> list[Module]:
@@ -68,7 +64,7 @@ def modules_of(model: Pretrained, targets: set[str]) -> list[Module]:
       ValueError: if a leaf is no weight of a linear module, or a module joins several leaves.
     """
     modules, problems, seen = [], [], set()
-    for tensor, places in model.places.items():
+    for tensor, places in places_of(model.config, FAMILIES[model.family]).items():
         if not {place.leaf for place in places} & targets:
             continue
         seen |= {place.leaf for place in places}
@@ -103,17 +99,17 @@ def peft_config(rank: int, alpha: float, dropout: float, modules: list[Module], 
 
 
 def check_peft_config(path: Path, rank: int, alpha: float) -> None:
-    """Refuse settings of peft that `lora` cannot represent, or that are not those of these adapters.
+    """Refuse settings of peft that `lora` does not compute, and another rank or alpha.
 
     Raises:
       ValueError: if a setting differs.
     """
     config = json.loads(path.read_text())
-    expected = _SAME | {"r": rank, "lora_alpha": alpha}
+    allowed_values = _NO_EFFECT | {"r": (rank,), "lora_alpha": (alpha,)}
     problems = [
-        f"{name}: {config[name]!r} in the folder, {value!r} here"
-        for name, value in expected.items()
-        if name in config and config[name] != value and config[name] not in _WITHOUT_EFFECT.get(name, ())
+        f"{name}: {config[name]!r} in the folder, {values[0]!r} here"
+        for name, values in allowed_values.items()
+        if name in config and config[name] not in values
     ]
     if problems:
         fix = "make the adapters with the rank and alpha of the folder; other settings of peft are not supported."

@@ -264,7 +264,7 @@ def test_adapters_of_another_base_or_other_settings_are_refused(tmp_path):
     message = "lora.load: the adapters were trained with other settings.\n  rank: 2 in the folder, 3 here\nFix: use their settings."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         other.load(tmp_path, other.init(params, jax.random.key(0)))
-    with pytest.raises(FileNotFoundError, match="has no adapter_config[.]json, so it holds no adapters"):
+    with pytest.raises(FileNotFoundError, match=r"has no adapter_config[.]json, so it holds no adapters"):
         adapted.load(tmp_path / "none", adapted.init(params, jax.random.key(0)))
 
 
