@@ -11,7 +11,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from shardopt.adapters._files import (
@@ -29,12 +29,13 @@ from shardopt.checkpoint._blob import on_host
 from shardopt.core._arguments import check_count, check_number
 from shardopt.core._block_model import BLOCKS, BlockModel, LossFn, as_block_model, takes_rng
 from shardopt.core._errors import calling, error_text, plural
-from shardopt.core._types import PyTree, Rules, path_text
+from shardopt.core._types import PyTree, Rules, TrainState, path_text
 from shardopt.models._pretrained import Pretrained
 from shardopt.nn._low_rank import FACTORS, LowRank, low_rank_shapes
 from shardopt.optimizers import Matrix
 from shardopt.optimizers._matrices import Matrices, check_matrices
 from shardopt.partition._rules import check_rules
+from shardopt.step._optimizer import ShardedOptimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +115,34 @@ class Lora:
 
         leaves = [leaf for _, leaf in paths_and_leaves]
         return treedef.unflatten([adapted(path, leaf) for path, leaf in zip(paths, leaves, strict=True)])
+
+    @calling("lora.start")
+    def start(self, model: Pretrained, opt: ShardedOptimizer, rng: jax.Array, *, progress: bool = True) -> TrainState:
+        """Return the first train state of a strategy: the weights of an open model, with new adapters.
+
+        Args:
+          model: the open model; `lora` got its `model` and `rules`.
+          opt: the strategy, made with `model`, `rules` and `frozen` of this object.
+          rng: a random key, of A and of the steps.
+          progress: whether the first process shows a bar.
+
+        Raises:
+          OSError: if a file cannot be read.
+
+        Each process reads the bytes of its own shards. With `base` in 8 or 4 bits the shards are quantised on the devices.
+        """
+        adapter_key, step_key = jax.random.split(rng)
+        specs = opt.specs(jax.eval_shape(self.init, model.abstract_params, adapter_key)).params
+
+        def sharding_of_weight(spec: Any, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+            spec = spec.base if _is_low_rank(spec) else spec
+            spec = spec.codes if isinstance(spec, QuantizedWeight) else spec
+            return NamedSharding(opt.mesh, PartitionSpec(*spec[-leaf.ndim :]))
+
+        is_weight = lambda node: _is_low_rank(node) or isinstance(node, PartitionSpec)  # noqa: E731
+        shardings = jax.tree.map(sharding_of_weight, specs, model.abstract_params, is_leaf=is_weight)
+        weights = model.load_params(shardings, progress=progress)
+        return opt.init(jax.jit(self.init)(weights, adapter_key), step_key)
 
     def merge(self, params: PyTree) -> PyTree:
         """Return parameters without adapters: each weight is W + alpha / rank A B, in the dtype of W.

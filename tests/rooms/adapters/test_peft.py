@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 from support import oracle, peft_oracle
 
@@ -72,6 +73,33 @@ def test_a_step_of_adamw_is_that_of_peft_and_comes_out_in_its_files(opened, resu
     adapted.save(tmp_path / "stepped", state.params, model=opened)
     for name, numbers in load_file(tmp_path / "stepped" / "adapter_model.safetensors").items():
         np.testing.assert_allclose(oracle.sampled(numbers), results[f"step/{name}"], rtol=0, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("base", ["float", "nf4"])
+def test_a_state_starts_from_the_shards_of_an_open_model(base, opened, mesh_of):
+    adapted = lora(
+        opened.model,
+        rank=2,
+        targets=TARGETS,
+        base=base,
+        matrices=opened.matrices,
+        rules=opened.rules,
+        low_rank_products=True,
+    )
+    opt = so.fsdp(
+        optax.sgd(0.1),
+        mesh_of(data=2, tensor=2),
+        adapted.model,
+        rules=adapted.rules,
+        frozen=adapted.frozen,
+        min_shard_elements=1,
+    )
+    state = adapted.start(opened, opt, jax.random.key(0), progress=False)
+    expected = adapted.init(opened.load_params(progress=False), jax.random.split(jax.random.key(0))[0])
+    for (path, leaf), other in zip(jax.tree.leaves_with_path(state.params), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(leaf, other, err_msg=jax.tree_util.keystr(path))
+    gate = state.params["blocks"]["mlp"]["gate"].base
+    assert (gate if base == "float" else gate.codes).sharding.spec == P(None, "data", "tensor")
 
 
 @pytest.mark.slow
