@@ -4,7 +4,6 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -12,8 +11,9 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from shardopt.core._arguments import is_integer
-from shardopt.core._errors import format_error
+from shardopt.core._arguments import check_integer
+from shardopt.core._errors import calling, format_error
+from shardopt.core._trace_context import trace_context, within_trace
 from shardopt.core._tracebacks import api_boundary
 
 AXES = ("replica", "data", "pipeline", "expert", "context", "tensor")
@@ -83,23 +83,17 @@ def data_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     return tuple(axis for axis in ("replica", "data", "expert") if axis in mesh.axis_names)
 
 
-_roles: ContextVar[Mapping[str, tuple[str, ...]] | None] = ContextVar("roles", default=None)
-
-
 def axes_of_role(role: str) -> tuple[str, ...]:
     """Return the axes of the mesh under trace that play a role ("data", "tensor"); a user's mesh may have other names."""
-    roles = _roles.get()
+    roles = trace_context().roles
     if roles is not None:
         return roles.get(role, ())
     return (role,) if role in mesh_under_trace().axis_names else ()
 
 
-_under_trace: ContextVar[AbstractMesh | None] = ContextVar("mesh under trace", default=None)
-
-
 def mesh_under_trace() -> AbstractMesh:
     """Return the mesh under trace, including a mesh that `trace_without_mesh` hides from jax."""
-    return _under_trace.get() or jax.sharding.get_abstract_mesh()
+    return trace_context().hidden_mesh or jax.sharding.get_abstract_mesh()
 
 
 def trace_without_mesh(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,12 +105,9 @@ def trace_without_mesh(f: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any) -> Any:
         mesh = mesh_under_trace()
-        token = _under_trace.set(mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Manual)))
-        try:
-            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-                return f(*args)
-        finally:
-            _under_trace.reset(token)
+        manual_mesh = mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Manual))
+        with within_trace(hidden_mesh=manual_mesh), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            return f(*args)
 
     return run
 
@@ -129,12 +120,8 @@ def under_mesh(mesh: Mesh, roles: Mapping[str, tuple[str, ...]] | None = None) -
       mesh: the mesh.
       roles: role -> its axes, for a mesh with other axis names than `AXES`.
     """
-    token = _roles.set(roles)
-    try:
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            yield
-    finally:
-        _roles.reset(token)
+    with within_trace(roles=roles), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        yield
 
 
 def on_mesh(
@@ -150,22 +137,14 @@ def on_mesh(
     return run
 
 
-_analysed: ContextVar[bool] = ContextVar("analysed", default=False)
-
-
-@contextlib.contextmanager
-def analysis() -> Iterator[None]:
+def analysis() -> contextlib.AbstractContextManager[None]:
     """Mark traces inside this context as an analysis: they only show how a loss uses the rows of a batch."""
-    token = _analysed.set(True)
-    try:
-        yield
-    finally:
-        _analysed.reset(token)
+    return within_trace(is_analysis=True)
 
 
 def is_analysed() -> bool:
     """Return whether a trace is an analysis of a loss: a layer then uses its plain form, not a kernel."""
-    return _analysed.get()
+    return trace_context().is_analysis
 
 
 def device_kind() -> str | None:
@@ -185,8 +164,8 @@ def _infer_sizes(requested_sizes: dict[str, int], num_devices: int, *, on_cpu: b
         if (axis, size) not in (("context", 1), ("expert", 1))
     )
     for axis, size in requested_sizes.items():
-        if not is_integer(size):
-            raise TypeError(f"make_mesh: {axis} must be an integer, got {size!r} ({type(size).__name__}).")
+        with calling("make_mesh"):
+            check_integer(axis, size)
     if invalid_sizes := [f"{axis}={size}" for axis, size in requested_sizes.items() if size < 1 and size != -1]:
         raise ValueError(
             format_error("make_mesh", f"sizes must be positive, or -1 for one of them; got {', '.join(invalid_sizes)}.")

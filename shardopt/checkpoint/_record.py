@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from shardopt.checkpoint._multihost import assigned_names, exchange
 from shardopt.checkpoint._store import Leaf, check_leaves, describe, dtype_of
 from shardopt.checkpoint._tree import Json, LeafPath, check_structure, describe_structure, leaves_by_path
-from shardopt.core._arguments import is_integer
+from shardopt.core._arguments import check_integer
 from shardopt.core._errors import CheckpointError, DamagedCheckpointError, error_text, format_error
 from shardopt.core._types import PyTree
 
@@ -87,8 +87,7 @@ def _check_step(step: int | None, state: PyTree) -> int:
             problem = f"step must be given, because the state ({type(state).__name__}) has none."
             raise TypeError(error_text(problem, fix="pass step=."))
         step = int(np.asarray(jax.device_get(step)))
-    if not is_integer(step):
-        raise TypeError(error_text(f"step must be an integer, got {step!r} ({type(step).__name__})."))
+    check_integer("step", step)
     if step < 0:
         raise ValueError(error_text(f"step must not be negative, got {step}.", fix="count steps from 0."))
     return int(step)

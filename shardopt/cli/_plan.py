@@ -16,8 +16,9 @@ from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, format_error
 from shardopt.hlo import Audit, inner_product_flops
 from shardopt.pipeline import Schedule
+from shardopt.pipeline._kinds import KINDS
 from shardopt.planning import Plans, find_model, parse_topology
-from shardopt.planning._layout import CHUNKED, IN_LOCKSTEP, Layout
+from shardopt.planning._layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,11 +109,11 @@ def _builder_text(layout: Layout) -> str:
     arguments: dict[str, object] = {}
     if layout.searched is not None:
         arguments = layout.searched._asdict()
-    elif layout.chunks > 1 and layout.schedule in CHUNKED:
+    elif layout.schedule and layout.chunks > 1 and KINDS[layout.schedule].takes_chunks:
         arguments = {"num_chunks": layout.chunks}
     if arguments:
         text = f"functools.partial({text}, {', '.join(f'{name}={value}' for name, value in arguments.items())})"
-    return text if layout.schedule in IN_LOCKSTEP else f"so.schedules.send_ahead({text})"
+    return text if layout.schedule and KINDS[layout.schedule].in_lockstep else f"so.schedules.send_ahead({text})"
 
 
 def as_json(plans: Plans, top: int) -> str:

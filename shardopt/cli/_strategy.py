@@ -17,18 +17,13 @@ from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, error_text, format_error, plural
 from shardopt.mesh import data_axes
 from shardopt.pipeline import Schedule
+from shardopt.pipeline._kinds import KINDS
 
 Devices = Sequence[jax.Device]
 _AXES = ("replica", "data", "tensor", "pipeline", "context", "expert")
 
 _MAX_DIGITS = 18
 """Maximum digits of a mesh size: no number of devices has more, and Python refuses to parse thousands of digits."""
-
-_CHUNKS = {"interleaved": 2, "looped_breadth_first": 2, "zero_bubble": 1, "zero_bubble_lockstep": 1}
-"""Schedules that can have several chunks per stage, with their default number of chunks."""
-
-_V_CHUNKS = {"zero_bubble_v": 2, "dual_pipe_v": 2}
-"""Schedules that always have two chunks per stage, placed in a V."""
 
 _GATHERING_PLACEMENTS = ("fsdp", "zero3")
 """The placements of hybrid that gather weights."""
@@ -141,9 +136,10 @@ def _changed_flags(pipeline: Pipeline) -> list[str]:
 
 def check_chunks(flag: str, schedule: str, chunks: int | None) -> None:
     """Refuse a number of chunks that the schedule cannot have."""
-    if chunks not in (None, 2 if schedule in _V_CHUNKS else 1) and schedule not in _CHUNKS:
-        problem = f"--chunks {chunks} is for schedules that have chunks; {schedule} has {'two' if schedule in _V_CHUNKS else 'one'} a stage."
-        *first_names, last_name = _CHUNKS
+    kind = KINDS[schedule]
+    if chunks not in (None, kind.chunks) and not kind.takes_chunks:
+        problem = f"--chunks {chunks} is for schedules that have chunks; {schedule} has {('one', 'two')[kind.on_a_v]} a stage."
+        *first_names, last_name = (name for name, other in KINDS.items() if other.takes_chunks)
         fix = f"leave it out, or choose {flag} {', '.join(first_names)} or {last_name}."
         raise ValueError(error_text(problem, fix=fix))
 
@@ -151,7 +147,9 @@ def check_chunks(flag: str, schedule: str, chunks: int | None) -> None:
 def schedule_builder(name: str, chunks: int | None, *, send_ahead: bool = False) -> Callable[[int, int], Schedule]:
     """Return the function of `so.schedules` from stages and micro-batches to a schedule, with this many chunks."""
     builder = getattr(so.schedules, name)
-    builder = functools.partial(builder, num_chunks=chunks or _CHUNKS[name]) if name in _CHUNKS else builder
+    builder = (
+        functools.partial(builder, num_chunks=chunks or KINDS[name].chunks) if KINDS[name].takes_chunks else builder
+    )
     return so.schedules.send_ahead(builder) if send_ahead else builder
 
 
@@ -169,7 +167,7 @@ def fitted(options: TrainOptions, mesh: Mesh) -> TrainOptions:
     if stages > 1 and not options.is_hybrid:
         problem = f"pipeline={stages} is for --strategy hybrid; {device_options.strategy} was asked for."
         raise ValueError(format_error("train", problem, fix="choose --strategy hybrid, or a --mesh without pipeline."))
-    chunks = options.pipeline.chunks or (_CHUNKS | _V_CHUNKS).get(_schedule_name(options.pipeline), 1)
+    chunks = options.pipeline.chunks or KINDS[_schedule_name(options.pipeline)].chunks
     num_parts = stages * chunks if stages > 1 else 1
     layers = options.model.layers or max(2, num_parts)
     if layers < num_parts:

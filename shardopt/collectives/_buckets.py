@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from shardopt.core._types import replaced
 from shardopt.mesh import device_kind
 
 MeshAxes = str | tuple[str, ...]
@@ -100,8 +101,7 @@ def _move_in_buckets(
             if len(bucket_leaves) > 1
             else [move_leaf(bucket_leaves[0], bucket_dims[0])]
         )
-        for i, x in zip(bucket.members, moved, strict=True):
-            results[i] = x
+        results = replaced(results, bucket.members, moved)
     return results
 
 

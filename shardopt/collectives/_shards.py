@@ -17,6 +17,7 @@ from shardopt.collectives._buckets import (
     shards_of,
 )
 from shardopt.collectives._per_device import shard_by_shard
+from shardopt.core._types import replaced
 from shardopt.mesh import device_kind, device_kind_or_default
 
 
@@ -38,6 +39,11 @@ class LeafWire(NamedTuple):
     gather_dtype: DTypeLike | None = None
     scatter_dtype: DTypeLike | None = None
     trained: bool = True
+
+    def stacked(self, num_dims: int) -> "LeafWire":
+        """Return the wire of such leaves stacked along new first dims."""
+        dim = None if self.dim is None else self.dim + num_dims
+        return self._replace(dim=dim, tensor=PartitionSpec(*[None] * num_dims, *self.tensor))
 
     def scattered(self, x: jax.Array) -> jax.Array:
         """Return a local gradient in the dtype in which it is sent."""
@@ -87,10 +93,7 @@ def all_gather(
     def backward(_, cotangents):
         local_grads = [cotangents[i].astype(stored_dtypes[i]) for i in differentiable]
         sums = reduce_scatter(local_grads, [wires[i] for i in differentiable], bucket_bytes=bucket_bytes)
-        grads: list[jax.Array | None] = [None] * len(stored_dtypes)  # None is a zero cotangent
-        for i, grad in zip(differentiable, sums, strict=True):
-            grads[i] = grad
-        return (grads,)
+        return (replaced([None] * len(stored_dtypes), differentiable, sums),)  # None is a zero cotangent
 
     run = jax.custom_vjp(forward)
     run.defvjp(lambda xs: (forward(xs), None), backward)
@@ -134,8 +137,7 @@ def _apply_where_sharded(
             return move(xs, list(dims.values()), axes)
 
         moved = shard_by_shard(run, [leaves[i] for i in dims], [wires[i].tensor for i in dims])
-        for i, x in zip(dims, moved, strict=True):
-            results[i] = x
+        results = replaced(results, dims, moved)
     return results
 
 

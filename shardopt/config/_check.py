@@ -7,7 +7,6 @@ import optax
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._options import OPTIONS
-from shardopt.config._transformation import closed_over, functions_within
 from shardopt.config._user_mesh import read_mesh
 from shardopt.core._block_model import as_block_model
 from shardopt.core._block_remat import Named, Remat, read_remat
@@ -62,17 +61,6 @@ def check_optimizer(tx: optax.GradientTransformation) -> None:
         problem = f"tx must be an optax.GradientTransformation, got {type(tx).__name__}."
         fix = "pass an optimizer such as optax.adamw(1e-3), called, not the function itself."
         raise TypeError(error_text(problem, fix=fix))
-    functions = functions_within(tx)
-    for f in functions:
-        in_optax = f.__module__.startswith("optax.")
-        configs = [getattr(value, "config", None) for value in closed_over(f)] if in_optax else []
-        if sharded := next((config for config in configs if isinstance(config, StrategyConfig)), None):
-            problem = f"inside of tx is an optimizer that is sharded already, by so.{sharded.strategy}."
-            raise TypeError(error_text(problem, fix="put the optax optimizer itself there, opt.wrapped."))
-    if any(f.__module__ == "optax._src.lookahead" for f in functions):
-        problem = "optax.lookahead steps two copies of the parameters, and there is but one here."
-        fix = "use so.local_sgd or so.diloco, whose outer step is that of lookahead, or the fast optimizer alone."
-        raise ValueError(error_text(problem, fix=fix))
 
 
 def check_evaluate_fn(config: StrategyConfig) -> None:

@@ -16,10 +16,11 @@ from shardopt.config._compression import (
     init_compression,
 )
 from shardopt.config._config import StrategyConfig
+from shardopt.config._transformation import refuse_lookahead
 from shardopt.core._block_model import BLOCKS, as_block_model
 from shardopt.core._errors import calling, format_error, plural
 from shardopt.core._types import PyTree, TrainState, TreeDef, leaves_with_paths
-from shardopt.partition import COLUMNS, LeafPlan, owned_by_blocks, plan_leaves, shard_axes, state_specs
+from shardopt.partition import COLUMNS, LeafPlan, PlanOptions, owned_by_blocks, plan_leaves, shard_axes, state_specs
 from shardopt.pipeline import Schedule
 from shardopt.pipeline._cut import Counts, cut_blocks, is_even
 
@@ -56,6 +57,10 @@ class Layout(NamedTuple):
         """Return the parameters with None in place of the frozen leaves."""
         return _trainable(self.treedef, self.plans, params)
 
+    def trained_leaves(self, leaves: Sequence[_Leaf]) -> list[_Leaf]:
+        """Return the trainable ones of a list of all leaves."""
+        return [leaf for leaf, plan in zip(leaves, self.plans, strict=True) if plan.trainable]
+
     def merge(self, leaves: Sequence[_Leaf | None], trained: Sequence[_Leaf]) -> PyTree:
         """Return `leaves` as a parameter tree, with `trained` in place of the trainable leaves."""
         next_trained = iter(trained)
@@ -70,18 +75,17 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
     counts = () if config.schedule is None else _blocks_per_stage(config, config.schedule, abstract_params)
     tables = _tables(config, abstract_params)
     with calling(config.strategy):
-        plans = plan_leaves(
-            abstract_params,
-            mesh=config.mesh,
+        options = PlanOptions(
             rules=config.layout.rules,
             stacked=as_block_model(config.loss.loss_fn) is not None,
+            min_shard_elements=config.layout.min_shard_elements,
+            is_trainable=lambda path: not any(re.search(pattern, path) for pattern in config.layout.frozen),
             pipelined=config.schedule is not None,
             even=not counts or is_even(counts),
-            min_shard_elements=config.layout.min_shard_elements,
             tables=tables,
             expert_leaves=config.layout.expert_leaves,
-            is_trainable=lambda path: not any(re.search(pattern, path) for pattern in config.layout.frozen),
         )
+        plans = plan_leaves(abstract_params, config.mesh, options)
     treedef, flat = jax.tree.structure(abstract_params), tuple(jax.tree.leaves(plans))
     if config.layout.opt_state_layout == "matrices":
         scattered = not config.placement.params
@@ -89,6 +93,7 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
     _check_frozen(config, flat)
     trainable = _trainable(treedef, flat, abstract_params)
     opt_state = jax.eval_shape(config.update.tx.init, trainable)
+    refuse_lookahead(config.strategy, opt_state)
     trained_paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(trainable)]
     opt_specs = state_specs(
         opt_state,

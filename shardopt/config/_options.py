@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from shardopt.config._compiler_options import CompilerOptions
 from shardopt.config._user_mesh import Axes
-from shardopt.core._arguments import check_count, is_integer
+from shardopt.core._arguments import check_choice, check_count, is_integer
 from shardopt.core._block_model import LossFn
 from shardopt.core._errors import error_text
 from shardopt.core._types import Rules
@@ -138,10 +138,7 @@ def _dtype(alternative: str) -> Callable[[str, Any], jnp.dtype | None]:
 
 def _choice(choices: Any, fix: str) -> Callable[[str, Any], str]:
     def check(name: str, value: Any) -> str:
-        if not isinstance(value, str):
-            raise TypeError(error_text(f"{name} must be a string, got {value!r}.", fix=fix))
-        if value not in get_args(choices):
-            raise ValueError(error_text(f"unknown {name} {value!r}.", fix=fix))
+        check_choice(name, value, get_args(choices), fix)
         return value
 
     return check

@@ -1,9 +1,8 @@
-"""An optax transformation: the call of its update, the check of its state, and the functions inside of it."""
+"""An optax transformation: the call of its update, and the checks of its state."""
 
 import inspect
 from collections.abc import Callable
-from types import CellType, FunctionType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import optax
@@ -32,10 +31,15 @@ def call_update(
     tx: optax.GradientTransformation, grads: PyTree, opt_state: PyTree, params: PyTree, extra_args: ExtraArgs
 ) -> tuple[PyTree, PyTree]:
     """Return `tx.update(grads, opt_state, params)`, called with the extra arguments that it takes."""
-    keywords = {"value": extra_args.value, "grad": extra_args.grad, "value_fn": extra_args.value_fn}
-    # Line searches refuse arguments that they do not know.
-    optional_functions = (("obj_fn", extra_args.value_fn), ("grad_fn", extra_args.grad_fn))
-    keywords |= {name: f for name, f in optional_functions if has_argument(tx, name)}
+
+    # optax's line searches refuse extra arguments that `value_fn` does not take, see `_extract_fns_kwargs` in
+    # https://github.com/google-deepmind/optax/blob/v0.2.8/optax/_src/linesearch.py. sophia takes `obj_fn`, sam `grad_fn`.
+    def value_fn(params: PyTree, obj_fn: object = None, grad_fn: object = None) -> jax.Array:
+        del obj_fn, grad_fn
+        return extra_args.value_fn(params)
+
+    keywords = {"value": extra_args.value, "grad": extra_args.grad, "value_fn": value_fn}
+    keywords |= {"obj_fn": extra_args.value_fn, "grad_fn": extra_args.grad_fn}
     return tx.update(grads, opt_state, params, **_accepted_keywords(tx.update, keywords))
 
 
@@ -47,36 +51,13 @@ def _accepted_keywords(update: Callable[..., tuple[PyTree, PyTree]], keywords: d
     return {name: value for name, value in keywords.items() if name in parameters}
 
 
-def functions_within(tx: Any) -> list[FunctionType]:
-    """Return the functions of a transformation, and all functions that they close over, at any depth."""
-    functions: list[FunctionType] = []
-    todo, seen = [tx], set()
-    while todo:
-        value = todo.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, FunctionType):
-            functions.append(value)
-            todo += closed_over(value)
-        elif isinstance(value, tuple | list | dict):
-            todo += value.values() if isinstance(value, dict) else value
-    return functions
-
-
-def closed_over(f: FunctionType) -> list[Any]:
-    """Return the values that a function closes over."""
-    return [cell.cell_contents for cell in f.__closure__ or () if cell != CellType()]
-
-
-def has_argument(tx: Any, name: str) -> bool:
-    """Return whether a function of a transformation has an argument of this name."""
-    return any(name in _arguments(f) for f in functions_within(tx))
-
-
-def _arguments(f: Callable[..., Any]) -> tuple[str, ...]:
-    code = f.__code__
-    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+def refuse_lookahead(caller: str, opt_state: PyTree) -> None:
+    """Refuse, by a ValueError, the state of an optimizer with `optax.lookahead` in it."""
+    is_lookahead = lambda node: isinstance(node, optax.LookaheadState)  # noqa: E731
+    if any(map(is_lookahead, jax.tree.leaves(opt_state, is_leaf=is_lookahead))):
+        problem = "optax.lookahead steps two copies of the parameters, and there is but one here."
+        fix = "use so.local_sgd or so.diloco, whose outer step is that of lookahead, or the fast optimizer alone."
+        raise ValueError(format_error(caller, problem, fix=fix))
 
 
 def check_same_form(caller: str, before: PyTree, after: PyTree) -> None:

@@ -1,6 +1,7 @@
 """Checks of arguments, with the same error messages in every function."""
 
 import math
+from collections.abc import Collection
 from typing import TypeGuard
 
 import jax
@@ -21,6 +22,39 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
+def check_integer(name: str, value: int) -> None:
+    """Raise an error unless `value` is an integer.
+
+    Raises:
+      TypeError: if it has another type.
+    """
+    if not is_integer(value):
+        raise TypeError(error_text(f"{name} must be an integer, got {value!r} ({type(value).__name__})."))
+
+
+def check_flag(name: str, value: bool) -> None:
+    """Raise an error unless `value` is True or False.
+
+    Raises:
+      TypeError: if it has another type.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(error_text(f"{name} must be True or False, got {value!r}."))
+
+
+def check_choice(name: str, value: str, choices: Collection[str], fix: str) -> None:
+    """Raise an error unless `value` is one of several strings.
+
+    Raises:
+      TypeError: if it is not a string.
+      ValueError: if it is another string.
+    """
+    if not isinstance(value, str):
+        raise TypeError(error_text(f"{name} must be a string, got {value!r}.", fix=fix))
+    if value not in choices:
+        raise ValueError(error_text(f"unknown {name} {value!r}.", fix=fix))
+
+
 def check_count(name: str, value: int, *, minimum: int = 1, allow_array: bool = False) -> None:
     """Raise an error unless `value` is an integer of at least `minimum`.
 
@@ -33,8 +67,7 @@ def check_count(name: str, value: int, *, minimum: int = 1, allow_array: bool = 
     """
     if allow_array and isinstance(value, jax.Array) and np.issubdtype(value.dtype, np.integer) and not value.ndim:
         return
-    if not is_integer(value):
-        raise TypeError(error_text(f"{name} must be an integer, got {value!r} ({type(value).__name__})."))
+    check_integer(name, value)
     if value < minimum:
         raise ValueError(error_text(f"{name} must be at least {minimum}, got {value}."))
 

@@ -1,8 +1,8 @@
 """The values that strategies take and return: train state, losses and metrics, and helpers for their trees."""
 
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 PyTree = Any
+_Leaf = TypeVar("_Leaf")
 TreeDef = Any
 """The structure of a pytree: `jax.tree_util.PyTreeDef`, which type checkers do not accept as a type."""
 Rule = tuple[str | re.Pattern[str], PartitionSpec]
@@ -149,6 +150,14 @@ def leaves_with_paths(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
 def is_array_like(leaf: object) -> bool:
     """Return whether a leaf has a shape and a dtype, as numpy, jax and abstract arrays have."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def replaced(leaves: Sequence[_Leaf], positions: Iterable[int], new_leaves: Iterable[_Leaf]) -> list[_Leaf]:
+    """Return the leaves with `new_leaves` at the indices `positions`."""
+    result = list(leaves)
+    for i, leaf in zip(positions, new_leaves, strict=True):
+        result[i] = leaf
+    return result
 
 
 def abstract(tree: PyTree) -> PyTree:

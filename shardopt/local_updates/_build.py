@@ -1,10 +1,8 @@
 """Build the optimizer of `local_sgd` and `diloco` from a synchronous strategy and a `SyncConfig`."""
 
-import numpy as np
-
 from shardopt.config._check import check_optimizer
 from shardopt.config._sync import SyncConfig
-from shardopt.core._arguments import check_count
+from shardopt.core._arguments import check_count, check_is_number
 from shardopt.core._errors import calling, error_text
 from shardopt.local_updates._step import compile_local_step
 from shardopt.reducers._reducer import check_reducer
@@ -84,7 +82,6 @@ def check_delay_and_mix(delay: int, mix: float, stride: int, *, every: str, verb
     if delay >= stride:
         problem = f"delay={delay} must be below {every} / fragments = {stride}: the next fragment is sent then."
         raise ValueError(error_text(problem, fix=f"use a delay of at most {stride - 1}, or {verb} less often."))
-    if isinstance(mix, bool) or not isinstance(mix, int | float | np.integer | np.floating):
-        raise TypeError(error_text(f"mix must be a number, got {mix!r} ({type(mix).__name__})."))
+    check_is_number("mix", mix)
     if not 0 <= mix <= 1:
         raise ValueError(error_text(f"mix must be between 0 and 1, got {mix}."))

@@ -20,6 +20,7 @@ from shardopt.config._compression import (
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.config._sync import SyncConfig
+from shardopt.config._transformation import refuse_lookahead
 from shardopt.core._types import PyTree, TrainState
 from shardopt.partition import LeafPlan, shard_axes, state_specs
 
@@ -216,6 +217,7 @@ def abstract_state(local_layout: LocalLayout) -> tuple[TrainState, TrainState]:
     opt_state = jax.eval_shape(
         functools.partial(first_opt_state, local_layout), abstract.params, abstract.opt_state, shapes
     )
+    refuse_lookahead(local_layout.config.strategy, opt_state.outer)
     compressed = isinstance(specs.opt_state, CompressedOptState)
     optimizer, inner_reducer = specs.opt_state if compressed else (specs.opt_state, None)
     reducer_specs = [compression_specs(plan) for plan in local_layout.compressions]

@@ -1,5 +1,6 @@
 """The steps of replicas that train independently: one program for each variant of a step, compiled at its first use."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from shardopt.config._layout import Layout, shardings
 from shardopt.config._sync import SyncConfig
 from shardopt.core._errors import format_error
 from shardopt.core._types import Max, Metric, Min, PyTree, Sum, TrainState
-from shardopt.local_updates._outer_step import OuterStep, average, average_updated, unstack_equal_replicas
+from shardopt.local_updates._outer_step import Leaves, OuterStep, average, average_updated, unstack_equal_replicas
 from shardopt.local_updates._state import (
     REPLICA,
     Delayed,
@@ -26,6 +27,7 @@ from shardopt.local_updates._state import (
     make_local_layout,
 )
 from shardopt.losses._metrics import combined, value_of, values
+from shardopt.losses._parts import Gradients
 from shardopt.step._aliases import DonatedState
 from shardopt.step._compile import AotCompiled, make_program
 from shardopt.step._gradients import make_gradients
@@ -141,72 +143,49 @@ def make_step(
     local_layout: LocalLayout, specs: TrainState, variant: StepVariant, donated: DonatedState | None = None
 ) -> AotCompiled:
     """Return the jitted `(state, batch) -> (state, metrics)` of a variant; metrics are stacked, one for each replica."""
-    donated = donated or DonatedState(local_layout.config.mesh)
-    config, layout, delay = (
-        local_layout.config._replace(sync_gradients=variant.warm),
-        local_layout.layout,
-        local_layout.sync.delay,
-    )
-    # In the warm-up all replicas are equal, so the global view can compute one loss of the whole batch.
-    one_global_loss = variant.warm and config.loss.view == "global"
-    gradients = make_gradients(config._replace(local_updates=None) if one_global_loss else config, layout)
-    outer_steps = [OuterStep(local_layout, fragment) for fragment in local_layout.fragments]
-    sent_before_step, sent_after_step = (variant.send, None) if delay else (None, variant.send)
+    config = local_layout.config._replace(sync_gradients=variant.warm)
+    donated = donated or DonatedState(config.mesh)
+    in_shardings, out_shardings = shardings(config.mesh, specs), config.home.shardings((specs, PartitionSpec(REPLICA)))
+    step = _VariantStep(local_layout, config, variant).step
+    # keep_unused also donates the memory of arrays that the step overwrites without reading, such as pending means.
+    return make_program(config, step, (in_shardings, None), out_shardings, donated=donated, keep_unused=True)
 
-    def value_fn(_):
-        problem = "this optimizer asks for the loss at other parameters, as line searches do, which replicas that train apart cannot."
-        raise ValueError(format_error(config.strategy, problem, fix="use an optimizer without value_fn."))
 
-    def update(params, opt_state, gradient_results):
-        return apply_update(config, layout, params, opt_state, gradient_results, value_fn)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _VariantStep:
+    """The step of a variant; its config averages gradients over replicas in the warm-up."""
 
-    def send(number, shared_leaves, replica_leaves, replicas):
-        reducer_state = replicas.reducer[number] if replicas.reducer else None
-        old_state = reducer_state.now if isinstance(reducer_state, Delayed) else reducer_state
-        delta, reducer_state = outer_steps[number].send(shared_leaves, replica_leaves, old_state)
-        if replicas.reducer:
-            reducer_state = Delayed(reducer_state, old_state) if delay else reducer_state
-            replicas = replicas._replace(reducer=_replaced(replicas.reducer, number, reducer_state))
-        return delta, replicas
+    local_layout: LocalLayout
+    config: StrategyConfig
+    variant: StepVariant
 
-    def confirm_send(number, replicas):
-        """Return the replicas after the pending mean was applied: the send cannot be undone any more."""
-        reducer_state = replicas.reducer[number] if replicas.reducer else None
-        if not isinstance(reducer_state, Delayed):
-            return replicas
-        return replicas._replace(
-            reducer=_replaced(replicas.reducer, number, Delayed(reducer_state.now, copied(reducer_state.now)))
-        )
+    @property
+    def sends_first(self) -> bool:
+        """Whether a fragment is sent before the step."""
+        return self.local_layout.sync.delay > 0
 
-    def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array | Metric]]:
+    @property
+    def one_global_loss(self) -> bool:
+        """Whether one loss of the whole batch is computed: in the warm-up all replicas are equal."""
+        return self.variant.warm and self.config.loss.view == "global"
+
+    def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array | Metric]]:
+        """Send, train each replica for a step, and apply, as the variant says."""
+        config, layout, variant = self.config, self.local_layout.layout, self.variant
         replicas: Replicas = state.opt_state
         flatten, unflatten = layout.treedef.flatten_up_to, layout.treedef.unflatten
         shared_leaves = flatten(state.params)
-        if sent_before_step is not None:
-            delta, replicas = send(sent_before_step, shared_leaves, flatten(replicas.params.value), replicas)
-            replicas = replicas._replace(pending=_replaced(replicas.pending, sent_before_step, delta))
-        loss_params = state.params if one_global_loss else replicas.params.value
-        results = gradients(loss_params, batch, state.step, state.rng, replicas.inner_reducer)
-        if one_global_loss:
-            results = results._replace(metrics=values(results.metrics))  # metrics are over all replicas already
-            results = jax.tree.map(lambda x: jnp.broadcast_to(x, (local_layout.replicas, *x.shape)), results)
+        if variant.send is not None and self.sends_first:
+            delta, replicas = self.send(variant.send, shared_leaves, flatten(replicas.params.value), replicas)
+            replicas = replicas._replace(pending=_replaced(replicas.pending, variant.send, delta))
+        results = self.gradients(state, batch, replicas)
         inner_reducer, results = results.reducer, results._replace(reducer=None)
-        update_replicas = jax.vmap(update, spmd_axis_name=REPLICA)
-        params, optimizer = update_replicas(replicas.params.value, replicas.optimizer.value, results)
+        params, optimizer = self.update(replicas, results)
         replica_leaves = flatten(all_gather_params(config, layout, params))
         if variant.warm:
             shared_leaves = unstack_equal_replicas(config, layout, replica_leaves)
         if variant.apply is not None:
-            if sent_after_step is not None:
-                delta, replicas = send(sent_after_step, shared_leaves, replica_leaves, replicas)
-            else:
-                delta = replicas.pending[variant.apply]
-            shared_leaves, replica_leaves, outer_state = outer_steps[variant.apply].apply(
-                shared_leaves, replica_leaves, delta, replicas.outer[variant.apply]
-            )
-            replicas = confirm_send(
-                variant.apply, replicas._replace(outer=_replaced(replicas.outer, variant.apply, outer_state))
-            )
+            shared_leaves, replica_leaves, replicas = self.apply(variant.apply, shared_leaves, replica_leaves, replicas)
         if variant.send is not None:
             shared_leaves, replica_leaves = average_updated(
                 config, layout, shared_leaves, replica_leaves, results.updates
@@ -217,9 +196,64 @@ def make_step(
         metrics = metrics_of(config, layout, results)
         return TrainState(state.step + 1, unflatten(shared_leaves), replicas, state.rng), metrics
 
-    in_shardings, out_shardings = shardings(config.mesh, specs), config.home.shardings((specs, PartitionSpec(REPLICA)))
-    # keep_unused also donates the memory of arrays that the step overwrites without reading, such as pending means.
-    return make_program(config, step, (in_shardings, None), out_shardings, donated=donated, keep_unused=True)
+    def gradients(self, state: TrainState, batch: PyTree, replicas: Replicas) -> Gradients:
+        """Return the gradients and metrics of each replica."""
+        config, layout = self.config, self.local_layout.layout
+        gradients = make_gradients(config._replace(local_updates=None) if self.one_global_loss else config, layout)
+        loss_params = state.params if self.one_global_loss else replicas.params.value
+        results = gradients(loss_params, batch, state.step, state.rng, replicas.inner_reducer)
+        if not self.one_global_loss:
+            return results
+        results = results._replace(metrics=values(results.metrics))  # metrics are over all replicas already
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.local_layout.replicas, *x.shape)), results)
+
+    def update(self, replicas: Replicas, results: Gradients) -> tuple[PyTree, PyTree]:
+        """Return the parameters and the optimizer state of each replica after its update."""
+        config, layout = self.config, self.local_layout.layout
+
+        def value_fn(_):
+            problem = "this optimizer asks for the loss at other parameters, as line searches do, which replicas that train apart cannot."
+            raise ValueError(format_error(config.strategy, problem, fix="use an optimizer without value_fn."))
+
+        def update_replica(params, opt_state, gradient_results):
+            return apply_update(config, layout, params, opt_state, gradient_results, value_fn)
+
+        update_replicas = jax.vmap(update_replica, spmd_axis_name=REPLICA)
+        return update_replicas(replicas.params.value, replicas.optimizer.value, results)
+
+    def send(
+        self, number: int, shared_leaves: Leaves, replica_leaves: Leaves, replicas: Replicas
+    ) -> tuple[Leaves, Replicas]:
+        """Return the outer gradient of a fragment, and the replicas with the new state of its reducer."""
+        reducer_state = replicas.reducer[number] if replicas.reducer else None
+        old_state = reducer_state.now if isinstance(reducer_state, Delayed) else reducer_state
+        delta, reducer_state = self.outer_step(number).send(shared_leaves, replica_leaves, old_state)
+        if replicas.reducer:
+            reducer_state = Delayed(reducer_state, old_state) if self.sends_first else reducer_state
+            replicas = replicas._replace(reducer=_replaced(replicas.reducer, number, reducer_state))
+        return delta, replicas
+
+    def apply(
+        self, number: int, shared_leaves: Leaves, replica_leaves: Leaves, replicas: Replicas
+    ) -> tuple[Leaves, Leaves, Replicas]:
+        """Apply the outer gradient of a fragment: the pending one, or the one that this step sends."""
+        if self.variant.send is not None and not self.sends_first:
+            delta, replicas = self.send(self.variant.send, shared_leaves, replica_leaves, replicas)
+        else:
+            delta = replicas.pending[number]
+        shared_leaves, replica_leaves, outer_state = self.outer_step(number).apply(
+            shared_leaves, replica_leaves, delta, replicas.outer[number]
+        )
+        replicas = replicas._replace(outer=_replaced(replicas.outer, number, outer_state))
+        if replicas.reducer and isinstance(reducer_state := replicas.reducer[number], Delayed):
+            # the mean was applied: the send cannot be undone any more
+            confirmed = Delayed(reducer_state.now, copied(reducer_state.now))
+            replicas = replicas._replace(reducer=_replaced(replicas.reducer, number, confirmed))
+        return shared_leaves, replica_leaves, replicas
+
+    def outer_step(self, number: int) -> OuterStep:
+        """Return the functions that synchronize a fragment."""
+        return OuterStep(self.local_layout, self.local_layout.fragments[number])
 
 
 def make_average(local_layout: LocalLayout, specs: TrainState) -> Callable[[TrainState], TrainState]:

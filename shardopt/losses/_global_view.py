@@ -1,5 +1,6 @@
 """The global view of the loss: it sees the whole batch, as on one device, and the partitioner places the collectives."""
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
@@ -11,14 +12,15 @@ from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.core._block_model import takes_rng
 from shardopt.core._errors import format_error
+from shardopt.core._trace_context import RowContext
 from shardopt.core._types import Metric, PyTree, abstract, leaves_with_paths
 from shardopt.losses._batch_dims import FIX_ROWS, num_rows, row_counts, row_dim, shown_leaves
 from shardopt.losses._constraints import cut_by_replica, cut_rows, shard_grads
 from shardopt.losses._loss import loss_of_rows, step_key
 from shardopt.losses._metrics import factor, objective, of_rows, value_of
 from shardopt.losses._parts import Gradients, LossParts
-from shardopt.losses._rows import RowContext, with_rows
-from shardopt.losses._separable import as_gathered, find_mixing
+from shardopt.losses._rows import with_rows
+from shardopt.losses._separable import Cut, LossCall, as_gathered, find_mixing
 from shardopt.losses._sums import accumulate, parts_of_micro_batches, scale, sum_parts
 from shardopt.mesh import on_mesh
 
@@ -30,56 +32,73 @@ def global_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Gr
     If the loss may be cut into micro-batches, they are summed as in the per-device view. If each replica trains by itself,
     each computes the loss of its own rows.
     """
-    trained_indices = [i for i, plan in enumerate(layout.plans) if plan.trainable]
 
-    def gradients_of(params, batch, step, rng, replica):
-        count = num_micro_batches(config, layout, batch, training=True)
+    def gradients(params, batch, step, rng, reducer_state=None):
+        del reducer_state  # reducers need the per-device view
+        params = layout.treedef.flatten_up_to(params)
+        if not config.per_replica:
+            return _GlobalBatch(config, layout, params, batch, step, rng, 0).gradients()
+        (replica,) = config.axes.stacked
+        leaves, assemble = cut_by_replica(config, batch)
 
-        def objective_of(train_leaves, rows, key, weights):
-            parts = _loss_of_rows(config, layout, count, layout.merge(params, train_leaves), rows, key)
-            if count == 1:  # with the gradient of the weight, if it has one
-                return value_of(parts.loss), parts
-            return objective(parts.loss, count, weights), parts
+        def replica_gradients(params, leaves, replica):
+            return _GlobalBatch(config, layout, params, assemble(leaves), step, rng, replica).gradients()
 
-        def run_micro_batch(rows, index, weights=None):
-            key = step_key(config, step, rng, index, device=replica)
-            grads, parts = jax.grad(objective_of, has_aux=True)(
-                [params[i] for i in trained_indices], rows, key, weights
-            )
-            return shard(grads), parts
+        run = jax.vmap(replica_gradients, spmd_axis_name=replica)
+        return run(params, leaves, jnp.arange(config.axes.sizes[replica]))
 
-        def sum_weights():
-            key_of = lambda index: step_key(config, step, rng, index, device=replica)  # noqa: E731
-            tree = layout.treedef.unflatten(params)
-            return [x.sum(0) for x in _parts(config, layout, tree, batch, count, key_of).loss.weight]
+    return gradients
 
-        def shard(grads):
-            return shard_grads(config, grads, layout.trained)
 
-        grads, parts = accumulate(
-            run_micro_batch, batch, count, shard, sum_weights, functools.partial(cut_rows, config)
-        )
+@dataclasses.dataclass(frozen=True, eq=False)
+class _GlobalBatch:
+    """The whole batch, or the batch of one replica, in one step; `params` are all leaves, as they are placed."""
+
+    config: StrategyConfig
+    layout: Layout
+    params: list[jax.Array]
+    batch: PyTree
+    step: jax.Array
+    rng: jax.Array
+    replica: jax.Array | int
+
+    def gradients(self) -> Gradients:
+        config, layout, count = self.config, self.layout, self.count
+        cut = functools.partial(cut_rows, config)
+        grads, parts = accumulate(self.run, self.batch, count, self.shard, self.sum_weights, cut)
         parts = _sum_micro_batches(config, parts)
         if count > 1:
             grads = [scale(grad, factor(parts.loss, count)) for grad in grads]
         grads = layout.merge([None] * len(layout.plans), grads)
         return Gradients(grads, *parts.divided(), parts.updates)
 
-    def gradients(params, batch, step, rng, reducer_state=None):
-        del reducer_state  # reducers need the per-device view
-        params = layout.treedef.flatten_up_to(params)
-        if not config.per_replica:
-            return gradients_of(params, batch, step, rng, 0)
-        (replica,) = config.axes.stacked
-        leaves, assemble = cut_by_replica(config, batch)
+    @functools.cached_property
+    def count(self) -> int:
+        """The number of micro-batches."""
+        return num_micro_batches(self.config, self.layout, self.batch, training=True)
 
-        def replica_gradients(params, leaves, replica):
-            return gradients_of(params, assemble(leaves), step, rng, replica)
+    def run(self, rows, index, weights=None):
+        trained = self.layout.trained_leaves(self.params)
+        grads, parts = jax.grad(self.objective, has_aux=True)(trained, rows, self.key(index), weights)
+        return self.shard(grads), parts
 
-        run = jax.vmap(replica_gradients, spmd_axis_name=replica)
-        return run(params, leaves, jnp.arange(config.axes.sizes[replica]))
+    def objective(self, trained, rows, key, weights):
+        params = self.layout.merge(self.params, trained)
+        parts = _loss_of_rows(self.config, self.layout, self.count, params, rows, key)
+        if self.count == 1:  # with the gradient of the weight, if it has one
+            return value_of(parts.loss), parts
+        return objective(parts.loss, self.count, weights), parts
 
-    return gradients
+    def sum_weights(self) -> list[jax.Array]:
+        tree = self.layout.treedef.unflatten(self.params)
+        parts = _parts(self.config, self.layout, tree, self.batch, self.count, self.key)
+        return [x.sum(0) for x in parts.loss.weight]
+
+    def shard(self, grads: list[jax.Array]) -> list[jax.Array]:
+        return shard_grads(self.config, grads, self.layout.trained)
+
+    def key(self, index: jax.Array) -> jax.Array | None:
+        return step_key(self.config, self.step, self.rng, index, device=self.replica)
 
 
 def global_loss(
@@ -155,18 +174,11 @@ def num_micro_batches(config: StrategyConfig, layout: Layout, batch: PyTree, *, 
     if config.loss.separable:
         return count
     key = jax.eval_shape(lambda: jax.random.key(0)) if training and takes_rng(config.loss.loss_fn) else None
-    find_batch_mixing = functools.partial(
-        find_mixing,
-        pieces=count,
-        blocks=config.axes.num_row_shares,  # `constraints.cut_rows`: each micro-batch has a part of the rows of each device
-        dims=[row_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(batch)],
-        caller=config.strategy,
-        key=key,
-        training=training,
-    )
-    params = as_gathered(config, layout)
-    mixing = on_mesh(config.home.auto, find_batch_mixing, config.home.axes)(
-        config.loss.loss_fn, params, abstract(batch)
+    dims = [row_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(batch)]
+    cut = Cut(count, dims, blocks=config.axes.num_row_shares)  # as `cut_rows`: a part of the rows of each device
+    loss_call = LossCall(config.strategy, key, training)
+    mixing = on_mesh(config.home.auto, find_mixing, config.home.axes)(
+        config.loss.loss_fn, as_gathered(config, layout), abstract(batch), cut, loss_call
     )
     if mixing is None:
         return count

@@ -15,7 +15,7 @@ from shardopt.collectives import SMALL_BUCKET_BYTES, all_gather
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.core._block_model import BLOCKS, as_block_model, call, plain_block, run_blocks, takes_rng
-from shardopt.core._types import PyTree
+from shardopt.core._types import PyTree, replaced
 from shardopt.losses._batch_dims import num_rows
 from shardopt.losses._constraints import gather_leaves, shard_activations
 from shardopt.losses._explain import explained
@@ -124,9 +124,7 @@ def _scatter_first(gather: Callable[[PyTree], PyTree], outer: PyTree, x: PyTree)
         return arrays
 
     identity.defvjp(lambda arrays: (arrays, None), lambda _, grads: (jax.lax.optimization_barrier(grads),))
-    for i, leaf in zip(inexact, identity([leaves[i] for i in inexact]), strict=True):
-        leaves[i] = leaf
-    outer, x = treedef.unflatten(leaves)
+    outer, x = treedef.unflatten(replaced(leaves, inexact, identity([leaves[i] for i in inexact])))
     return gather(outer), x
 
 
@@ -148,11 +146,8 @@ def _behind_barrier(tree: PyTree) -> PyTree:
     """Return the tree behind one barrier, so that no computation on one part of it moves ahead of the other parts."""
     leaves, treedef = jax.tree.flatten(tree)
     barrier_indices = [i for i, leaf in enumerate(leaves) if not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)]
-    for i, leaf in zip(
-        barrier_indices, jax.lax.optimization_barrier([leaves[i] for i in barrier_indices]), strict=True
-    ):
-        leaves[i] = leaf
-    return treedef.unflatten(leaves)
+    behind = jax.lax.optimization_barrier([leaves[i] for i in barrier_indices])
+    return treedef.unflatten(replaced(leaves, barrier_indices, behind))
 
 
 def step_key(

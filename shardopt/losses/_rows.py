@@ -7,8 +7,7 @@ mesh axes carry the other rows. Without the wrapper (one device, the global view
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,27 +16,9 @@ from jax._src.core import extend_axis_env_nd
 from shardopt.config._config import StrategyConfig
 from shardopt.core._block_model import LossFn, as_block_model
 from shardopt.core._errors import format_error
+from shardopt.core._trace_context import RowContext, trace_context, within_trace
 from shardopt.core._types import PyTree, leaves_with_paths, wide_dtype
 from shardopt.mesh import mesh_under_trace
-
-
-class RowContext(NamedTuple):
-    """How the rows of the batch are distributed, while a loss is traced.
-
-    Attributes:
-      axes: the mesh axes that carry the rows of one gradient.
-      devices: the number of devices along these axes.
-      micro_batches: the number of pieces that each device cuts its rows into.
-      refused: (why the loss does not see the whole batch, the remedy). None if it does, or if only micro-batches prevent it.
-    """
-
-    axes: tuple[str, ...]
-    devices: int
-    micro_batches: int = 1
-    refused: tuple[str, str] | None = None
-
-
-_CONTEXT: ContextVar[RowContext | None] = ContextVar("shardopt_rows", default=None)
 
 
 def gather_batch(x: PyTree) -> PyTree:
@@ -209,12 +190,8 @@ def _enter(context: RowContext) -> Iterator[None]:
     Otherwise a function that the user jitted would be traced in one context and used in another. Named axes are part of that
     key. So the context is the name of an axis that no operation uses.
     """
-    token = _CONTEXT.set(context)
-    try:
-        with extend_axis_env_nd([(f"shardopt {context}", 1)]):
-            yield
-    finally:
-        _CONTEXT.reset(token)
+    with within_trace(rows=context), extend_axis_env_nd([(f"shardopt {context}", 1)]):
+        yield
 
 
 def _context(caller: str, x: PyTree) -> RowContext | None:
@@ -222,7 +199,7 @@ def _context(caller: str, x: PyTree) -> RowContext | None:
     if scalars := [path or "x" for path, leaf in leaves_with_paths(x) if jnp.ndim(leaf) == 0]:
         fix = "pass what each row gives, [rows, ...]; a mean over rows is no row."
         raise ValueError(format_error(caller, "an array without dims has no rows.", scalars, fix))
-    context = _CONTEXT.get()
+    context = trace_context().rows
     if context is None:
         if mesh_under_trace().manual_axes:
             problem = "it was called in the per-device view, but outside of a strategy's loss."

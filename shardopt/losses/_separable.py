@@ -4,6 +4,7 @@ The loss is traced on the whole batch and on one piece of it, with abstract arra
 the two traces equation by equation. A loss passes only if this proves that it is a mean. docs/proof.md explains the proof.
 """
 
+import dataclasses
 import functools
 import linecache
 import os
@@ -20,17 +21,18 @@ from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.core._block_model import LossFn, as_block_model, call, takes_rng
 from shardopt.core._errors import NotSeparableError, format_error, plural
+from shardopt.core._trace_context import RowContext
 from shardopt.core._types import Max, Min, PyTree, Sum, Updated, Weighted, abstract, leaves_with_paths
 from shardopt.losses._batch_dims import num_rows, resized, row_dim, sequence_dim
 from shardopt.losses._explain import explained
 from shardopt.losses._parts import loss_parts
-from shardopt.losses._rows import RowContext, row_context, with_rows
+from shardopt.losses._rows import row_context, with_rows
 from shardopt.mesh import analysis, on_mesh
 from shardopt.partition import LeafPlan
 from shardopt.remat._gathered_block import leaves_like
 from shardopt.separability._dependence import LOOP, leaves_used
 from shardopt.separability._numbers import relation_of_numbers
-from shardopt.separability._proof import DifferentTracesError
+from shardopt.separability._proof import DifferentTracesError, Proof
 from shardopt.separability._relations import (
     REASONS,
     Extreme,
@@ -44,7 +46,7 @@ from shardopt.separability._relations import (
     close,
     ratio_tolerance,
 )
-from shardopt.separability._walk import prove
+from shardopt.separability._walk import relate_jaxprs
 from shardopt.trace._marks import EXPERTS
 
 _HERE = Path(__file__).parent
@@ -82,20 +84,74 @@ class _Result(NamedTuple):
     leaves: tuple[Any, ...]
 
 
+class Cut(NamedTuple):
+    """How a batch is cut into equal pieces.
+
+    Attributes:
+      pieces: n, the number of pieces.
+      dims: the dim of each leaf of the batch that is cut, or None for a leaf that all pieces share; by default the first
+        dims.
+      blocks: the number of blocks of rows. A piece has an equal part of every block. 1 if pieces are contiguous.
+      positions: whether the dims are positions of sequences; if False, they are rows.
+    """
+
+    pieces: int
+    dims: Sequence[int | None] | None = None
+    blocks: int = 1
+    positions: bool = False
+
+    @property
+    def unit(self) -> str:
+        """The name of what is cut."""
+        return "positions" if self.positions else "rows"
+
+    def lengths(self, leaves: Sequence[Any]) -> list[int]:
+        """Return the lengths of the dims that are cut."""
+        return [leaf.shape[dim] for leaf, dim in self.dims_of(leaves) if dim is not None]
+
+    def dims_of(self, leaves: Sequence[Any]) -> list[tuple[Any, int | None]]:
+        """Return the leaves of a batch, each with the dim that is cut."""
+        if self.dims is None:
+            return [(leaf, 0 if leaf.ndim else None) for leaf in leaves]
+        return list(zip(leaves, self.dims, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class LossCall:
+    """How a loss is called when it is traced.
+
+    Attributes:
+      caller: the function that the user called, for messages.
+      key: a random key as shape and dtype, for a loss that takes one.
+      training: whether the loss is differentiated, so that derivative rules count.
+      context: the context of `gather_batch`, `batch_mean` and `batch_sum` on a piece; None if a piece knows no other rows.
+      axis_sizes: the sizes of the mesh axes that the loss may name.
+    """
+
+    caller: str = "loss_fn"
+    key: jax.Array | None = None
+    training: bool = True
+    context: RowContext | None = None
+    axis_sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def row_axes(self, pieces: int) -> frozenset[str]:
+        """Return the axes that so many pieces are spread over."""
+        return frozenset(self.context.axes if self.context is not None and self.context.devices == pieces else ())
+
+    @property
+    def other_axes(self) -> frozenset[str]:
+        """The axes that divide the work of every piece in the same way."""
+        return frozenset(self.axis_sizes) - frozenset(() if self.context is None else self.context.axes)
+
+    def on_whole_batch(self, pieces: int) -> "LossCall":
+        """Return the call on the whole batch, for a call on one of so many pieces."""
+        context = self.context and self.context._replace(devices=1, micro_batches=1, refused=None)
+        sizes = {axis: 1 if axis in self.row_axes(pieces) else size for axis, size in self.axis_sizes.items()}
+        return dataclasses.replace(self, context=context, axis_sizes=sizes)
+
+
 def find_mixing(
-    loss_fn: LossFn,
-    params: PyTree,
-    batch: PyTree,
-    *,
-    pieces: int,
-    blocks: int = 1,
-    caller: str = "loss_fn",
-    key: jax.Array | None = None,
-    context: RowContext | None = None,
-    axis_sizes: Mapping[str, int] | None = None,
-    training: bool = True,
-    dims: Sequence[int | None] | None = None,
-    positions: bool = False,
+    loss_fn: LossFn, params: PyTree, batch: PyTree, cut: Cut, loss_call: LossCall | None = None
 ) -> Mixing | None:
     """Return why a loss is not proved to be the (weighted) mean of the losses of its pieces; None if it is.
 
@@ -103,119 +159,107 @@ def find_mixing(
       loss_fn: the loss, or a `BlockModel`.
       params: parameters as shapes and dtypes.
       batch: the whole batch as shapes and dtypes.
-      pieces: n, the number of equal pieces of the batch.
-      blocks: the number of blocks of rows. A piece has an equal part of every block. 1 if pieces are contiguous.
-      caller: the function that the user called, for messages.
-      key: a random key as shape and dtype, for a loss that takes one.
-      context: the context of `gather_batch`, `batch_mean` and `batch_sum` on a piece; None if the piece knows no other rows.
-      axis_sizes: the sizes of the mesh axes that the loss may name.
-      training: whether the loss is differentiated, so that derivative rules count.
-      dims: the dim of each leaf of the batch that is cut, or None; by default the first dim.
-      positions: whether the batch is cut along positions of sequences; if False, along rows.
+      cut: how the batch is cut.
+      loss_call: how the loss is called on a piece.
     """
-    loss_fn = _with_checked_blocks(caller, loss_fn)
-    unit = "positions" if positions else "rows"
+    loss_call = loss_call or LossCall()
+    loss_fn = _with_checked_blocks(loss_call.caller, loss_fn)
     leaves, treedef = jax.tree.flatten(batch)
-    dims = [0 if leaf.ndim else None for leaf in leaves] if dims is None else dims
-    all_axis_sizes = axis_sizes or {}
-    row_axes = frozenset(context.axes if context is not None and context.devices == pieces else ())
-    whole_context = None if context is None else context._replace(devices=1, micro_batches=1, refused=None)
-    lengths = [
-        (leaf.shape[dim], leaf.shape[dim] // pieces) for leaf, dim in zip(leaves, dims, strict=True) if dim is not None
-    ]
-    if any(whole_size % (pieces * blocks) for whole_size, _ in lengths):
-        return Mixing("the loss", f"its {unit} cannot be cut into {pieces} equal pieces.")
-    piece_batch = treedef.unflatten([_cut(*pair, pieces) for pair in zip(leaves, dims, strict=True)])
-    trace = functools.partial(_trace_loss, caller, loss_fn, params, key=key)
+    lengths, num_params = cut.lengths(leaves), len(jax.tree.leaves(params))
+    if any(length % (cut.pieces * cut.blocks) for length in lengths):
+        return Mixing("the loss", f"its {cut.unit} cannot be cut into {cut.pieces} equal pieces.")
     # an error on the whole batch is an error of the loss itself, so it is not caught
-    whole_axis_sizes = {axis: 1 if axis in row_axes else size for axis, size in all_axis_sizes.items()}
-    whole_jaxpr, whole_results = trace(batch, context=whole_context, axis_sizes=whole_axis_sizes)
-    num_params = len(jax.tree.leaves(params))
-    if loop_mixing := _find_loop_over_rows(whole_jaxpr, whole_results, num_params, dims):
+    whole_jaxpr, results = _trace_loss(loss_call.on_whole_batch(cut.pieces), loss_fn, params, batch)
+    dims = [dim for _, dim in cut.dims_of(leaves)]
+    if loop_mixing := _find_loop_over_rows(whole_jaxpr, results, num_params, dims):
         return loop_mixing  # before the loss is traced on a piece, because such losses take long to trace
+    piece_batch = treedef.unflatten([_cut(*pair, cut.pieces) for pair in cut.dims_of(leaves)])
     try:
-        piece_jaxpr, results = trace(piece_batch, context=context, axis_sizes=all_axis_sizes)
+        piece_jaxpr, results = _trace_loss(loss_call, loss_fn, params, piece_batch)
     except Exception as error:
-        piece_size = f"{lengths[0][1]} of the {lengths[0][0]} {unit}"
+        piece_size = f"{lengths[0] // cut.pieces} of the {lengths[0]} {cut.unit}"
         error_line = f"{type(error).__name__}: {error}".splitlines()[0]
-        return Mixing(
-            "the loss", f"a piece is {piece_size}, on which the loss cannot be traced: {error_line}", cause=error
-        )
+        reason = f"a piece is {piece_size}, on which the loss cannot be traced: {error_line}"
+        return Mixing("the loss", reason, cause=error)
     shapes = [[var.aval.shape for var in jaxpr.jaxpr.outvars] for jaxpr in (whole_jaxpr, piece_jaxpr)]
     shapes_differ = iter(whole_shape != piece_shape for whole_shape, piece_shape in zip(*shapes, strict=True))
     for result in results:
         differing = [next(shapes_differ) for _ in result.leaves]
         if any(differing):
             return Mixing(result.name, "it has another shape on a piece than on the whole batch.")
-    relations: list[Relation] = [Same() for _ in jax.tree.leaves(params)]
-    relations += [Same() if dim is None else Split(dim, blocks) for dim in dims]
-    relations += [Same(drawn=True) for _ in jax.tree.leaves(key)]
-    prove_relations = functools.partial(
-        prove,
-        whole_jaxpr,
-        piece_jaxpr,
-        relations,
-        num_pieces=pieces,
-        row_axes=row_axes,
-        other_axes=frozenset(all_axis_sizes) - frozenset(context.axes if context is not None else ()),
-        positions=positions,
-    )
-    # derivative rules are traced one by one, which takes longest. So the values are checked without them first.
-    for with_derivative_rules in (False, True)[: 1 + training]:
-        try:
-            result_relations = iter(prove_relations(training=with_derivative_rules))
-        except DifferentTracesError as error:
-            op = None if error.eqn is None else Operation(error.eqn)
-            reason = f"it does other things on {lengths[0][0]} {unit} than on {lengths[0][1]}."
-            return Mixing("the loss", reason, _operation_name(op), () if op is None else (_operation_line(op),))
-        for result in results:
-            mixing = _find_problem(result, [next(result_relations) for _ in result.leaves], pieces)
-            if mixing is not None:
-                return mixing._replace(reason=_reworded_for_positions(mixing.reason)) if positions else mixing
-    if training and (name := _trained_weight_name(whole_jaxpr, results, num_params)):
+    relations: list[Relation] = [Same()] * num_params
+    relations += [Same() if dim is None else Split(dim, cut.blocks) for dim in dims]
+    relations += [Same(drawn=True) for _ in jax.tree.leaves(loss_call.key)]
+    try:
+        mixing = _find_unproved(whole_jaxpr, piece_jaxpr, relations, results, cut, loss_call)
+    except DifferentTracesError as error:
+        op = None if error.eqn is None else Operation(error.eqn)
+        reason = f"it does other things on {lengths[0]} {cut.unit} than on {lengths[0] // cut.pieces}."
+        return Mixing("the loss", reason, _operation_name(op), () if op is None else (_operation_line(op),))
+    if mixing is None and loss_call.training and (name := _trained_weight_name(whole_jaxpr, results, num_params)):
         return Mixing(
             "the loss", f"{name} of so.Weighted depends on the parameters, so the mean has a gradient of the weight."
         )
+    return mixing
+
+
+def _find_unproved(
+    whole_jaxpr: Any,
+    piece_jaxpr: Any,
+    relations: Sequence[Relation],
+    results: Sequence[_Result],
+    cut: Cut,
+    loss_call: LossCall,
+) -> Mixing | None:
+    """Return why a result is not proved to be a mean; None if all are.
+
+    Raises:
+      DifferentTracesError: if the traces do not have the same equations.
+    """
+    # derivative rules are traced one by one, which takes longest. So the values are checked without them first.
+    for with_derivative_rules in (False, True)[: 1 + loss_call.training]:
+        proof = Proof(
+            relate_jaxprs,
+            cut.pieces,
+            row_axes=loss_call.row_axes(cut.pieces),
+            other_axes=loss_call.other_axes,
+            positions=cut.positions,
+            training=with_derivative_rules,
+        )
+        result_relations = iter(relate_jaxprs(proof, whole_jaxpr, piece_jaxpr, relations))
+        for result in results:
+            mixing = _find_problem(result, [next(result_relations) for _ in result.leaves], cut.pieces)
+            if mixing is not None:
+                return mixing._replace(reason=_reworded_for_positions(mixing.reason)) if cut.positions else mixing
     return None
 
 
-def find_trained_weight(
-    loss_fn: LossFn, params: PyTree, batch: PyTree, *, caller: str = "loss_fn", key: jax.Array | None = None
-) -> str | None:
+def find_trained_weight(loss_fn: LossFn, params: PyTree, batch: PyTree, loss_call: LossCall) -> str | None:
     """Return the name of a weight of a `Weighted` loss that follows from the parameters, such as "the weight"; or None.
 
     Args:
       loss_fn: the loss, or a `BlockModel`.
       params: parameters as shapes and dtypes.
       batch: the batch as shapes and dtypes.
-      caller: the function that the user called, for messages.
-      key: a random key as shape and dtype, for a loss that takes one.
+      loss_call: how the loss is called.
     """
-    jaxpr, results = _trace_loss(caller, loss_fn, params, batch, key=key)
+    jaxpr, results = _trace_loss(loss_call, loss_fn, params, batch)
     return _trained_weight_name(jaxpr, results, len(jax.tree.leaves(params)))
 
 
-def _trace_loss(
-    caller: str,
-    loss_fn: LossFn,
-    params: PyTree,
-    batch: PyTree,
-    *,
-    key: jax.Array | None,
-    context: RowContext | None = None,
-    axis_sizes: Mapping[str, int] | None = None,
-) -> tuple[Any, list[_Result]]:
+def _trace_loss(loss_call: LossCall, loss_fn: LossFn, params: PyTree, batch: PyTree) -> tuple[Any, list[_Result]]:
     """Return the jaxpr of a loss, and its results: their leaves are the outputs of the jaxpr, in order."""
     results: list[_Result] = []
+    context = loss_call.context
 
     def traced_loss(params: PyTree, batch: PyTree, key: jax.Array | None) -> list[jax.Array]:
         with analysis():
             returned = call(loss_fn if context is None else with_rows(context, loss_fn), key, 0, params, batch)
-        loss_parts(caller, returned, 1)  # raises if this is not a loss
+        loss_parts(loss_call.caller, returned, 1)  # raises if this is not a loss
         results[:] = _named_results(returned)
         return [jnp.asarray(leaf) for result in results for leaf in result.leaves]
 
-    jaxpr = jax.make_jaxpr(traced_loss, axis_env=list((axis_sizes or {}).items()))(params, batch, key)
+    jaxpr = jax.make_jaxpr(traced_loss, axis_env=list(loss_call.axis_sizes.items()))(params, batch, loss_call.key)
     return jaxpr, results
 
 
@@ -317,31 +361,29 @@ def find_obstacle(config: StrategyConfig, layout: Layout, batch: PyTree, *, trai
 
 def _find_obstacle(config: StrategyConfig, layout: Layout, batch: PyTree, *, training: bool) -> Obstacle | None:
     axes = config.axes
-    find = functools.partial(
-        find_mixing,
+    loss_call = LossCall(
         caller=config.strategy,
         key=jax.eval_shape(lambda: jax.random.key(0)) if training and takes_rng(config.loss.loss_fn) else None,
-        axis_sizes={axis: size for axis, size in axes.sizes.items() if axis != TENSOR or size == 1},
         training=training,
+        axis_sizes={axis: size for axis, size in axes.sizes.items() if axis != TENSOR or size == 1},
     )
-    params, replicas = as_gathered(config, layout), axes.num_all_row_shares // axes.num_row_shares
+    find = functools.partial(on_mesh(config.mesh, find_mixing), config.loss.loss_fn, as_gathered(config, layout))
+    replicas = axes.num_all_row_shares // axes.num_row_shares
     replica_batch = resized(config, abstract(batch), rows=max(1, num_rows(config, batch) // replicas))
     cuts_experts = any(plan.experts for plan in layout.plans) and axes.sizes["expert"] > 1
-    if cuts_experts and (
-        obstacle := _find_stray_expert_use(config, layout, find.keywords["key"], params, replica_batch)
-    ):
+    if cuts_experts and (obstacle := _find_stray_expert_use(config, layout, loss_call.key, replica_batch)):
         return obstacle
     mixing, unit = None, "rows"
     if axes.num_position_shares > 1:
         dims = [sequence_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(replica_batch)]
-        find_along = functools.partial(find, pieces=axes.num_position_shares, dims=dims, positions=True)
-        mixing, unit = on_mesh(config.mesh, find_along)(config.loss.loss_fn, params, replica_batch), "positions"
+        mixing = find(replica_batch, Cut(axes.num_position_shares, dims, positions=True), loss_call)
+        unit = "positions"
     row_dims = [row_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(replica_batch)]
+    with_context = dataclasses.replace(loss_call, context=row_context(config))
     for rows, pieces in _row_cuts(config, num_rows(config, replica_batch)):
         if mixing is None and pieces > 1:
             divided_batch = resized(config, replica_batch, rows=rows, position_shares=axes.num_position_shares)
-            find_along = functools.partial(find, pieces=pieces, dims=row_dims, context=row_context(config))
-            mixing, unit = on_mesh(config.mesh, find_along)(config.loss.loss_fn, params, divided_batch), "rows"
+            mixing, unit = find(divided_batch, Cut(pieces, row_dims), with_context), "rows"
     if mixing is None:
         return None
     if unit == "positions":
@@ -365,9 +407,7 @@ def _row_cuts(config: StrategyConfig, rows: int) -> list[tuple[int, int]]:
     return [(rows, pieces)] if rows % pieces == 0 else [(rows, rows), (rows // pieces, rows // pieces)]
 
 
-def _find_stray_expert_use(
-    config: StrategyConfig, layout: Layout, key: PyTree, params: PyTree, batch: PyTree
-) -> Obstacle | None:
+def _find_stray_expert_use(config: StrategyConfig, layout: Layout, key: PyTree, batch: PyTree) -> Obstacle | None:
     """Return an obstacle if the loss uses experts outside of so.nn.mixture_of_experts: each device has other experts."""
 
     def traced_results(params: PyTree, batch: PyTree, key: jax.Array | None) -> list[jax.Array]:
@@ -375,7 +415,9 @@ def _find_stray_expert_use(
             return jax.tree.leaves(call(with_rows(row_context(config), config.loss.loss_fn), key, 0, params, batch))
 
     axis_env = [(axis, size) for axis, size in config.axes.sizes.items() if axis != TENSOR or size == 1]
-    jaxpr = on_mesh(config.mesh, jax.make_jaxpr(traced_results, axis_env=axis_env))(params, batch, key)
+    jaxpr = on_mesh(config.mesh, jax.make_jaxpr(traced_results, axis_env=axis_env))(
+        as_gathered(config, layout), batch, key
+    )
     expert_leaves = [{i: None} if plan.experts else {} for i, plan in enumerate(layout.plans)]
     num_other_arguments = len(jaxpr.jaxpr.invars) - len(expert_leaves)
     first_uses = {

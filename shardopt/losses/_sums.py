@@ -9,7 +9,7 @@ from shardopt.collectives import BUCKET_BYTES, LeafWire, all_reduce, reduce_scat
 from shardopt.collectives._buckets import shards_of
 from shardopt.config._axes import AxisTable
 from shardopt.config._config import StrategyConfig, WireOptions
-from shardopt.core._types import Metric, PyTree, wide_dtype
+from shardopt.core._types import Metric, PyTree, replaced, wide_dtype
 from shardopt.losses._batch_dims import cut_batch
 from shardopt.losses._metrics import adds_up, combined
 from shardopt.losses._parts import LossParts
@@ -113,8 +113,7 @@ def all_reduce_grads(
     for axes in dict.fromkeys(axes_of_grads):
         indices = [i for i, grad_axes in enumerate(axes_of_grads) if grad_axes == axes]
         sums = all_reduce([grads[i] for i in indices], axes, [plans[i].tensor for i in indices])
-        for i, total in zip(indices, sums, strict=True):
-            reduced[i] = total
+        reduced = replaced(reduced, indices, sums)
     return reduced
 
 

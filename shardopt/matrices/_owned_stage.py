@@ -1,5 +1,7 @@
 """Run units of work at their owners: an all-to-all sends inputs, each device runs its units, an all-to-all returns outputs."""
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -95,8 +97,7 @@ def _run_locally(
 def _run_on_owners(
     config: StrategyConfig, stage: OwnedStage, retrace: Retrace, args: list[list[jax.Array]]
 ) -> list[list[jax.Array]]:
-    sizes = {axis: config.mesh_shape[axis] for axis in owner_axes(config)}
-    local = _device_function(stage, retrace, sizes)
+    local = functools.partial(_plan_exchange(config, stage).run, retrace)
     specs = [[transfer.spec for transfer in owned_task.inputs] for owned_task in stage.tasks]
     out_specs = [[transfer.spec for transfer in owned_task.outputs] for owned_task in stage.tasks]
     return jax.shard_map(local, mesh=config.mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)(args)
@@ -107,82 +108,144 @@ def stage_bytes(config: StrategyConfig, stage: OwnedStage) -> tuple[int, int]:
 
     All rows are padded to the length of the longest row.
     """
-    sizes = {axis: config.mesh_shape[axis] for axis in owner_axes(config)}
-    units_of_owners, totals = _assign_slots(stage, sizes, _programs(stage))
-    row = sum(total * dtype.itemsize for lengths in totals for dtype, total in lengths.items())
+    exchange = _plan_exchange(config, stage)
+    row = sum(total * dtype.itemsize for lengths in exchange.totals for dtype, total in lengths.items())
     slots = [
         slot
-        for units in units_of_owners
+        for units in exchange.units_of_owners
         for unit in units
         for slot in (*unit.inputs, *unit.outputs)
         if slot is not None
     ]
     carried = sum(math.prod(slot.piece_shape) * slot.dtype.itemsize for slot in slots)
-    count = math.prod(sizes.values())
+    count = exchange.count
     return (count - 1) * row, (count - 1) * (count * row - carried) // count
 
 
-def _programs(stage: OwnedStage) -> dict[str, int]:
-    return {key: i for i, key in enumerate(dict.fromkeys(owned_task.key for owned_task in stage.tasks))}
+class _Program(NamedTuple):
+    """A program that units run.
+
+    Attributes:
+      task: a task with this program.
+      units: its units on all owners, in the order of their numbers.
+      numbers: the numbers of each owner's units, [owners, the most units of an owner]. An owner with fewer units gets a
+        number that is out of range.
+    """
+
+    task: OwnedTask
+    units: list[_Unit]
+    numbers: np.ndarray
 
 
-def _device_function(
-    stage: OwnedStage, retrace: Retrace, sizes: Mapping[str, int]
-) -> Callable[[list[list[jax.Array]]], list[list[jax.Array]]]:
-    """Return the function that each device runs.
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Exchange:
+    """The exchange between devices and owners, as each device runs it.
 
     Devices whose units have the same programs run the same branch. Units of one program differ only in their numbers.
-    """
-    axes, count, tasks = tuple(sizes), math.prod(sizes.values()), stage.tasks
-    programs = _programs(stage)
-    units_of_owners, totals = _assign_slots(stage, sizes, programs)
-    mixtures = {mixture: i for i, mixture in enumerate(dict.fromkeys(map(_mixture, units_of_owners)))}
-    examples = [next(units for units in units_of_owners if _mixture(units) == mixture) for mixture in mixtures]
-    branch_of_owner = np.array([mixtures[_mixture(units)] for units in units_of_owners])
-    units_of_programs = [[] for _ in programs]
-    for unit in sorted((unit for units in units_of_owners for unit in units), key=lambda unit: unit.number):
-        units_of_programs[unit.program].append(unit)
-    max_units = [
-        max(sum(unit.program == i for unit in units) for units in units_of_owners) for i in range(len(programs))
-    ]
-    # the numbers of each owner's units; an owner with fewer units gets a number that is out of range
-    numbers = [np.full((count, width), len(units)) for width, units in zip(max_units, units_of_programs, strict=True)]
-    for owner, units in enumerate(units_of_owners):
-        for i in range(len(programs)):
-            unit_numbers = [unit.number for unit in units if unit.program == i]
-            numbers[i][owner, : len(unit_numbers)] = unit_numbers
 
-    def local(args: list[list[jax.Array]]) -> list[list[jax.Array]]:
+    Attributes:
+      stage: the tasks.
+      sizes: the sizes of the axes of owners.
+      units_of_owners: the units of every owner, ordered by program.
+      totals: the row lengths of inputs and of outputs, by dtype.
+    """
+
+    stage: OwnedStage
+    sizes: Mapping[str, int]
+    units_of_owners: list[list[_Unit]]
+    totals: tuple[dict[np.dtype, int], dict[np.dtype, int]]
+
+    @property
+    def count(self) -> int:
+        """The number of owners."""
+        return math.prod(self.sizes.values())
+
+    @functools.cached_property
+    def programs(self) -> list[_Program]:
+        """The programs, in the order of their indices."""
+        programs = []
+        for i, task in enumerate({task.key: task for task in self.stage.tasks}.values()):
+            numbers = [[unit.number for unit in units if unit.program == i] for units in self.units_of_owners]
+            units = [unit for units in self.units_of_owners for unit in units if unit.program == i]
+            table = np.full((self.count, max(map(len, numbers))), len(units))
+            for owner, unit_numbers in enumerate(numbers):
+                table[owner, : len(unit_numbers)] = unit_numbers
+            programs.append(_Program(task, sorted(units, key=lambda unit: unit.number), table))
+        return programs
+
+    def run(self, retrace: Retrace, args: list[list[jax.Array]]) -> list[list[jax.Array]]:
+        """Return the outputs of every task from its inputs, on a device."""
+        axes, tasks = tuple(self.sizes), self.stage.tasks
         device = jax.lax.axis_index(axes)
-        device_numbers = [jnp.asarray(table)[device] for table in numbers]
-        sent = _pack_buffers(
-            [
-                [
-                    (slot, _take_block(args[unit.task][j], tasks[unit.task].inputs[j], unit.block).reshape(1, -1))
-                    for unit in units
-                    for j, slot in enumerate(unit.inputs)
-                    if slot is not None
-                ]
-                for units in units_of_owners
-            ],
-            totals[0],
-        )
+        device_numbers = [jnp.asarray(program.numbers)[device] for program in self.programs]
+        sent = _pack_buffers([self.pieces_for(units, args) for units in self.units_of_owners], self.totals[0])
         received = {dtype: all_to_all(x, axes, 0, 0) for dtype, x in sent.items()}
         unsent_args = [
-            _select_unsent(tasks, units, args, unit_numbers)
-            for units, unit_numbers in zip(units_of_programs, device_numbers, strict=True)
+            _select_unsent(tasks, program.units, args, unit_numbers)
+            for program, unit_numbers in zip(self.programs, device_numbers, strict=True)
         ]
-        functions = _unit_functions(stage, tasks, retrace)
-        branches = [_branch(tasks, functions, units, sizes, max_units, totals[1]) for units in examples]
+        functions = _unit_functions(self.stage, tasks, retrace)
+        examples: dict[tuple[int, ...], list[_Unit]] = {}
+        for units in self.units_of_owners:
+            examples.setdefault(_mixture(units), units)
+        branches = [functools.partial(self.run_units, functions, units) for units in examples.values()]
+        branch_of_owner = np.array([list(examples).index(_mixture(units)) for units in self.units_of_owners])
         outputs, unsent_outputs = jax.lax.switch(jnp.asarray(branch_of_owner)[device], branches, received, unsent_args)
         returned = {dtype: all_to_all(x, axes, 0, 0) for dtype, x in outputs.items()}
         shared = [
-            [_combine_owners(x, unit_numbers, len(units), axes) for x in values]
-            for values, unit_numbers, units in zip(unsent_outputs, device_numbers, units_of_programs, strict=True)
+            [_combine_owners(x, unit_numbers, len(program.units), axes) for x in values]
+            for values, unit_numbers, program in zip(unsent_outputs, device_numbers, self.programs, strict=True)
         ]
+        return self.join(returned, shared)
+
+    def pieces_for(self, units: Sequence[_Unit], args: list[list[jax.Array]]) -> list[tuple[_Slot, jax.Array]]:
+        """Return this device's pieces of the inputs of an owner's units."""
+        return [
+            (slot, _take_block(args[unit.task][j], self.stage.tasks[unit.task].inputs[j], unit.block).reshape(1, -1))
+            for unit in units
+            for j, slot in enumerate(unit.inputs)
+            if slot is not None
+        ]
+
+    def run_units(
+        self,
+        functions: Sequence[UnitFunction],
+        units: Sequence[_Unit],
+        received: Buffers,
+        unsent_args: list[list[jax.Array]],
+    ) -> tuple[Buffers, list[list[jax.Array]]]:
+        """Return the sent and the unsent outputs of an owner with these units, from received and unsent inputs."""
+        rows: list[tuple[_Slot, jax.Array]] = []
+        unsent_outputs = [
+            [[] for transfer in program.task.outputs if not transfer.is_sent] for program in self.programs
+        ]
+        positions = [0] * len(self.programs)
+        for unit in units:
+            owned_task, unsent_inputs, args = self.stage.tasks[unit.task], iter(unsent_args[unit.program]), []
+            for transfer, slot in zip(owned_task.inputs, unit.inputs, strict=True):
+                if slot is None:
+                    args.append(next(unsent_inputs)[positions[unit.program]])
+                else:
+                    pieces = received[slot.dtype][:, slot.start : slot.stop].reshape(self.count, *slot.piece_shape)
+                    args.append(_assemble(pieces, transfer, self.sizes))
+            positions[unit.program] += 1
+            output_lists = iter(unsent_outputs[unit.program])
+            for x, transfer, slot in zip(functions[unit.task](*args), owned_task.outputs, unit.outputs, strict=True):
+                if slot is None:
+                    next(output_lists).append(x)
+                else:
+                    rows.append((slot, _split(x, transfer, self.sizes).reshape(self.count, -1)))
+        padded_outputs = [
+            _padded(outputs, program) for outputs, program in zip(unsent_outputs, self.programs, strict=True)
+        ]
+        return _pack_buffers([rows], self.totals[1], self.count), padded_outputs
+
+    def join(self, returned: Buffers, shared: list[list[jax.Array]]) -> list[list[jax.Array]]:
+        """Return the outputs of every task, from returned rows and from results that all devices share."""
+        tasks = self.stage.tasks
         results: list[list[list[jax.Array]]] = [[[] for _ in owned_task.outputs] for owned_task in tasks]
         for owner, unit in sorted(
-            ((owner, unit) for owner, units in enumerate(units_of_owners) for unit in units),
+            ((owner, unit) for owner, units in enumerate(self.units_of_owners) for unit in units),
             key=lambda pair: pair[1].block,
         ):
             shared_values = iter(shared[unit.program])
@@ -197,7 +260,15 @@ def _device_function(
             for task_results, owned_task in zip(results, tasks, strict=True)
         ]
 
-    return local
+
+def _padded(outputs: list[list[jax.Array]], program: _Program) -> list[jax.Array]:
+    """Return the unsent outputs of one owner's units of a program, [the most units of an owner, ...]."""
+    transfers = [transfer for transfer in program.task.outputs if not transfer.is_sent]
+    width = program.numbers.shape[1]
+    return [
+        jnp.stack([*values, *[jnp.zeros(transfer.shape, transfer.dtype)] * (width - len(values))])
+        for values, transfer in zip(outputs, transfers, strict=True)
+    ]
 
 
 def _unit_functions(stage: OwnedStage, tasks: Sequence[OwnedTask], retrace: Retrace) -> list[UnitFunction]:
@@ -226,10 +297,10 @@ def _unit_functions(stage: OwnedStage, tasks: Sequence[OwnedTask], retrace: Retr
     return [function(owned_task) for owned_task in tasks]
 
 
-def _assign_slots(
-    stage: OwnedStage, sizes: Mapping[str, int], programs: Mapping[str, int]
-) -> tuple[list[list[_Unit]], tuple[dict[np.dtype, int], dict[np.dtype, int]]]:
-    """Return the units of every owner, ordered by program, and the row lengths of inputs and outputs by dtype."""
+def _plan_exchange(config: StrategyConfig, stage: OwnedStage) -> _Exchange:
+    """Give the units of every owner their slots in the rows that devices exchange."""
+    sizes = {axis: config.mesh_shape[axis] for axis in owner_axes(config)}
+    programs = {key: i for i, key in enumerate(dict.fromkeys(owned_task.key for owned_task in stage.tasks))}
     owners: list[list[_Unit]] = [[] for _ in range(math.prod(sizes.values()))]
     totals: tuple[dict[np.dtype, int], dict[np.dtype, int]] = ({}, {})
     counts = [0] * len(programs)
@@ -250,7 +321,7 @@ def _assign_slots(
         for total, end in zip(totals, owner_ends, strict=True):
             for dtype, size in end.items():
                 total[dtype] = max(total.get(dtype, 0), size)
-    return owners, totals
+    return _Exchange(stage, sizes, owners, totals)
 
 
 def _mixture(units: Sequence[_Unit]) -> tuple[int, ...]:
@@ -310,51 +381,6 @@ def _select_unsent(
             stacked = jnp.stack([_take_block(args[u.task][j], tasks[u.task].inputs[j], u.block) for u in units])
             selected.append(jnp.take(stacked, unit_numbers, axis=0, mode="clip"))
     return selected
-
-
-def _branch(
-    tasks: Sequence[OwnedTask],
-    functions: Sequence[UnitFunction],
-    units: Sequence[_Unit],
-    sizes: Mapping[str, int],
-    max_units: Sequence[int],
-    totals: Mapping[np.dtype, int],
-) -> Callable[[Buffers, list[list[jax.Array]]], tuple[Buffers, list[list[jax.Array]]]]:
-    """Return the function of an owner with these units: from received and unsent inputs to sent and unsent outputs."""
-    count = math.prod(sizes.values())
-    examples = {owned_task.key: owned_task for owned_task in tasks}
-
-    def run(received: Buffers, unsent_args: list[list[jax.Array]]) -> tuple[Buffers, list[list[jax.Array]]]:
-        rows: list[tuple[_Slot, jax.Array]] = []
-        unsent_outputs: list[list[list[jax.Array]]] = [
-            [[] for transfer in owned_task.outputs if not transfer.is_sent] for owned_task in examples.values()
-        ]
-        positions = [0] * len(max_units)
-        for unit in units:
-            owned_task, unsent_inputs, args = tasks[unit.task], iter(unsent_args[unit.program]), []
-            for transfer, slot in zip(owned_task.inputs, unit.inputs, strict=True):
-                if slot is None:
-                    args.append(next(unsent_inputs)[positions[unit.program]])
-                else:
-                    pieces = received[slot.dtype][:, slot.start : slot.stop].reshape(count, *slot.piece_shape)
-                    args.append(_assemble(pieces, transfer, sizes))
-            positions[unit.program] += 1
-            output_lists = iter(unsent_outputs[unit.program])
-            for x, transfer, slot in zip(functions[unit.task](*args), owned_task.outputs, unit.outputs, strict=True):
-                if slot is None:
-                    next(output_lists).append(x)
-                else:
-                    rows.append((slot, _split(x, transfer, sizes).reshape(count, -1)))
-        padded_outputs = [
-            [
-                jnp.stack([*values, *[jnp.zeros(transfer.shape, transfer.dtype)] * (width - len(values))])
-                for values, transfer in zip(program_outputs, (t for t in example.outputs if not t.is_sent), strict=True)
-            ]
-            for program_outputs, example, width in zip(unsent_outputs, examples.values(), max_units, strict=True)
-        ]
-        return _pack_buffers([rows], totals, count), padded_outputs
-
-    return run
 
 
 def _assemble(pieces: jax.Array, transfer: Transfer, sizes: Mapping[str, int]) -> jax.Array:

@@ -114,72 +114,81 @@ def shampoo(
     if graft not in ("adam", "sgd", None):
         raise ValueError(f"{CALLER}: graft must be 'adam', 'sgd' or None, got {graft!r}.")
     numbers = {"b1": b1, "b2": b2, "eps": eps, "ridge": ridge, "weight_decay": weight_decay}
-    scale = _scale_by_shampoo(b1, b2, eps, ridge, interval, graft, max_dim, matrices)
+    shampoo = _Shampoo(b1, b2, eps, ridge, interval, graft, max_dim, matrices)
+    scale = optax.GradientTransformation(shampoo.init, shampoo.update)
     return sides.on_matrices(CALLER, scale, learning_rate, matrices, max_dim, interval, **numbers)
 
 
-def _scale_by_shampoo(
-    b1: Number,
-    b2: Number,
-    eps: Number,
-    ridge: Number,
-    interval: int,
-    graft: Graft | None,
-    max_dim: int,
-    matrices: Matrices,
-) -> optax.GradientTransformation:
+class _Shampoo(NamedTuple):
+    """The functions that precondition gradients, with the arguments of `shampoo`."""
+
+    b1: Number
+    b2: Number
+    eps: Number
+    ridge: Number
+    interval: int
+    graft: Graft | None
+    max_dim: int
+    matrices: Matrices
+
     @calling(CALLER)
-    def init(params):
+    def init(self, params: PyTree) -> ShampooState:
         leaves, treedef = jax.tree.flatten(params)
         zeros = lambda: treedef.unflatten([jnp.zeros(leaf.shape, wide_dtype(leaf.dtype)) for leaf in leaves])  # noqa: E731
-        leaf_matrices = sides.matrices_of(matrices, params)
+        leaf_matrices = sides.matrices_of(self.matrices, params)
         moments, roots = (
-            [sides.zero_sides(*args, max_dim) for args in zip(leaves, leaf_matrices, strict=True)] for _ in range(2)
+            [sides.zero_sides(*args, self.max_dim) for args in zip(leaves, leaf_matrices, strict=True)]
+            for _ in range(2)
         )
-        nu = zeros() if graft == "adam" else None
+        nu = zeros() if self.graft == "adam" else None
         return ShampooState(
             jnp.zeros((), jnp.int32), zeros(), nu, *sides.as_trees(treedef, moments), *sides.as_trees(treedef, roots)
         )
 
     @calling(CALLER)
-    def update(updates, state, params=None):
+    def update(self, updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, ShampooState]:
+        del params
         leaves, treedef = jax.tree.flatten(updates)
-        leaf_matrices, count = sides.matrices_of(matrices, updates), state.step + 1
+        leaf_matrices, count = sides.matrices_of(self.matrices, updates), state.step + 1
         wide = treedef.unflatten([leaf.astype(wide_dtype(leaf.dtype)) for leaf in leaves])
-        mu = jax.tree.map(lambda old, g: sides.moving_mean(old, g, b1), state.mu, wide)
-        mean = jax.tree.map(lambda m: sides.unbiased(m, b1, count), mu)
-        nu = (
-            None if state.nu is None else jax.tree.map(lambda old, g: sides.moving_mean(old, g * g, b2), state.nu, wide)
-        )
-        graft_step = mean
-        if nu is not None:
-            graft_step = jax.tree.map(
-                lambda m, v: m / (jnp.sqrt(sides.unbiased(v, b2, count)) + jnp.asarray(eps, v.dtype)), mean, nu
-            )
-
+        mu = jax.tree.map(lambda old, g: sides.moving_mean(old, g, self.b1), state.mu, wide)
+        mean = jax.tree.map(lambda m: sides.unbiased(m, self.b1, count), mu)
+        nu = None
+        if state.nu is not None:
+            nu = jax.tree.map(lambda old, g: sides.moving_mean(old, g * g, self.b2), state.nu, wide)
         moments = [
-            sides.second_moments(matrix.of(g), pair, b2)
+            sides.second_moments(matrix.of(g), pair, self.b2)
             for g, matrix, pair in zip(
                 jax.tree.leaves(wide), leaf_matrices, sides.as_pairs(treedef, state.left, state.right), strict=True
             )
         ]
         roots = [
             sides.refresh_every(
-                interval, state.step, lambda pair=pair: _inverse_roots(pair, b2, count, ridge), old_pair
+                self.interval,
+                state.step,
+                lambda pair=pair: _inverse_roots(pair, self.b2, count, self.ridge),
+                old_pair,
             )
             for pair, old_pair in zip(moments, sides.as_pairs(treedef, state.left_root, state.right_root), strict=True)
         ]
         new_updates = []
-        per_leaf = zip(leaves, leaf_matrices, jax.tree.leaves(mean), jax.tree.leaves(graft_step), roots, strict=True)
+        graft_steps = jax.tree.leaves(self.graft_step(mean, nu, count))
+        per_leaf = zip(leaves, leaf_matrices, jax.tree.leaves(mean), graft_steps, roots, strict=True)
         for leaf, matrix, leaf_mean, leaf_graft_step, root_pair in per_leaf:
             direction = sides.multiply_sides(root_pair, matrix.of(leaf_mean))
-            if graft is not None:
+            if self.graft is not None:
                 direction = _with_norm_of(direction, matrix.of(leaf_graft_step))
             new_updates.append(matrix.leaf(direction, leaf.shape).astype(leaf.dtype))
         side_trees = (*sides.as_trees(treedef, moments), *sides.as_trees(treedef, roots))
         return treedef.unflatten(new_updates), ShampooState(count, mu, nu, *side_trees)
 
-    return optax.GradientTransformation(init, update)
+    def graft_step(self, mean: PyTree, nu: PyTree, count: jax.Array) -> PyTree:
+        """Return the step whose norm each matrix gets: of Adam, or the mean of gradients."""
+        if nu is None:
+            return mean
+        return jax.tree.map(
+            lambda m, v: m / (jnp.sqrt(sides.unbiased(v, self.b2, count)) + jnp.asarray(self.eps, v.dtype)), mean, nu
+        )
 
 
 def _inverse_roots(pair: Pair, b2: Number, count: jax.Array, ridge: Number) -> Pair:

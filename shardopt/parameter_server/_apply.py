@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from shardopt.config._transformation import refuse_lookahead
 from shardopt.core._types import Metric, PyTree, Weighted, wide_dtype
 from shardopt.losses._metrics import combined, of_rows, value_of
 from shardopt.parameter_server._sparse import restrict_to_rows
@@ -95,6 +96,7 @@ class Programs:
         """Return the initial states of the optimizer and of the rule."""
         init = self.tx.init
         opt_state = jax.jit(lambda params: jax.tree.map(jnp.copy, init(params)))(trained_params)
+        refuse_lookahead("parameter_server", opt_state)
         return opt_state, jax.jit(self.rule.init)(trained_params)
 
     def update(self, args: tuple[Any, ...], row_indices: PyTree = None) -> UpdateResult:

@@ -7,7 +7,7 @@ import numpy as np
 
 from shardopt.checkpoint._checkpoints import Checkpoints
 from shardopt.core import _early_stopping as stopping
-from shardopt.core._arguments import check_count
+from shardopt.core._arguments import check_count, check_flag
 from shardopt.core._early_stopping import EarlyStopping, StoppingState
 from shardopt.core._errors import calling, error_text, format_error
 from shardopt.core._types import PyTree
@@ -36,8 +36,7 @@ class Callbacks:
         evaluate_every: int = 100,
         progress: bool = False,
     ):
-        if not isinstance(progress, bool):
-            raise TypeError(error_text(f"progress must be True or False, got {progress!r}."))
+        check_flag("progress", progress)
         if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
             problem = f"checkpoints must be a shardopt.Checkpoints, got {type(checkpoints).__name__}."
             raise TypeError(error_text(problem, fix="pass so.Checkpoints(folder, every=100, keep=3)."))

@@ -21,7 +21,7 @@ from shardopt.core._errors import NotSeparableError, calling, error_text, format
 from shardopt.core._types import PyTree, abstract, leaves_with_paths
 from shardopt.losses._batch_dims import num_rows, resized, row_counts, row_dim
 from shardopt.losses._parts import LossParts, loss_parts
-from shardopt.losses._separable import find_mixing, find_trained_weight
+from shardopt.losses._separable import Cut, LossCall, find_mixing, find_trained_weight
 from shardopt.mesh import make_mesh, on_mesh
 from shardopt.parameter_server._run import BatchesOf, Compute, RunSpec
 from shardopt.parameter_server._server import ServerSettings
@@ -261,7 +261,7 @@ class SgdWorkers:
             return
         loss_fn, num_workers = config.loss.loss_fn, self.problem.num_averaged
         rng = jax.eval_shape(lambda: jax.random.key(0)) if takes_rng(loss_fn) else None
-        if weight := find_trained_weight(loss_fn, *shapes, caller=config.strategy, key=rng):
+        if weight := find_trained_weight(loss_fn, shapes[0], shapes[1], LossCall(config.strategy, rng)):
             problem = (
                 f"{weight} of so.Weighted depends on the parameters, and a push has the gradient of the total only."
             )
@@ -280,9 +280,7 @@ def no_compute(*_: object) -> Compute:
 def _check_mean(config: StrategyConfig, params: PyTree, batch: PyTree, num_workers: int, rng: jax.Array | None) -> None:
     union = resized(config, batch, rows=num_workers * num_rows(config, batch))
     dims = [row_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(union)]
-    mixing = find_mixing(
-        config.loss.loss_fn, params, union, pieces=num_workers, dims=dims, caller=config.strategy, key=rng
-    )
+    mixing = find_mixing(config.loss.loss_fn, params, union, Cut(num_workers, dims), LossCall(config.strategy, rng))
     if mixing is None:
         return
     problem = (

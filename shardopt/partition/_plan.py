@@ -124,19 +124,55 @@ def _first_if_not_none(first: str | None, second: str | tuple[str, ...] | None) 
     return second if first is None else first
 
 
-def plan_leaves(
-    abstract_params: PyTree,
-    *,
-    mesh: Mesh,
-    rules: Rules,
-    stacked: bool,
-    pipelined: bool = False,
-    even: bool = True,
-    min_shard_elements: int,
-    is_trainable: Callable[[str], bool],
-    tables: Sequence[str] = (),
-    expert_leaves: Sequence[str] = (),
-) -> PyTree:
+class PlanOptions(NamedTuple):
+    """The part of a strategy's options that decides how leaves are sharded.
+
+    Attributes:
+      rules: see `match_rules`; for stacked leaves rules describe one block.
+      stacked: whether the leaves of "blocks" are stacked along dim 0.
+      min_shard_elements: leaves (one block of a stacked leaf) with fewer elements stay replicated over data.
+      is_trainable: whether a floating leaf with this key path is trained.
+      pipelined: whether the stacked leaves are sharded over the pipeline axis.
+      even: whether all pipeline stages have equally many blocks. If not, pipeline shards the largest free dim of a
+        block that it divides.
+      tables: key paths of leaves [V, D] that data shards by columns, if it divides the columns and tensor does not
+        shard them.
+      expert_leaves: regexes of the key paths of leaves whose first dim (of a block) counts experts.
+    """
+
+    rules: Rules
+    stacked: bool
+    min_shard_elements: int
+    is_trainable: Callable[[str], bool]
+    pipelined: bool = False
+    even: bool = True
+    tables: Sequence[str] = ()
+    expert_leaves: Sequence[str] = ()
+
+    def counts_experts(self, path: str) -> bool:
+        """Return whether a leaf is named as a leaf of experts."""
+        return any(re.search(pattern, path) for pattern in self.expert_leaves)
+
+
+class _Leaf(NamedTuple):
+    """A parameter leaf before it is planned.
+
+    Attributes:
+      path: its key path.
+      array: its shape and dtype.
+      is_block: whether dim 0 counts blocks.
+      shape: the shape, of one block if dim 0 counts blocks.
+      spec: the spec by the rules, of `shape`.
+    """
+
+    path: str
+    array: jax.ShapeDtypeStruct
+    is_block: bool
+    shape: tuple[int, ...]
+    spec: PartitionSpec
+
+
+def plan_leaves(abstract_params: PyTree, mesh: Mesh, options: PlanOptions) -> PyTree:
     """Plan every leaf: rules place tensor, and data shards the largest dim that it divides.
 
     For expert leaves data shards the first dim that it divides. Kernels of grouped products read expert weights [E, D, F]
@@ -145,16 +181,7 @@ def plan_leaves(
     Args:
       abstract_params: the parameters; only shapes and dtypes are read.
       mesh: the mesh.
-      rules: see `match_rules`; for stacked leaves rules describe one block.
-      stacked: whether the leaves of "blocks" are stacked along dim 0.
-      pipelined: whether the stacked leaves are sharded over the pipeline axis.
-      even: whether all pipeline stages have equally many blocks. If not, pipeline shards the largest free dim of a
-        block that it divides.
-      min_shard_elements: leaves (one block of a stacked leaf) with fewer elements stay replicated over data.
-      is_trainable: whether a floating leaf with this key path is trained.
-      tables: key paths of leaves [V, D] that data shards by columns, if it divides the columns and tensor does not
-        shard them.
-      expert_leaves: regexes of the key paths of leaves whose first dim (of a block) counts experts.
+      options: see `PlanOptions`.
 
     Returns:
       A tree like the parameters, of `LeafPlan`.
@@ -163,52 +190,61 @@ def plan_leaves(
       ValueError: if rules do not fit, or the axis size does not divide a dim that a rule names. If the tensor axis is
         above 1 and shards no leaf. If the expert axis has the same problems with expert leaves.
     """
-    leaves = leaves_with_paths(abstract_params)
-    is_stacked = [stacked and path.split("/")[0] == BLOCKS for path, _ in leaves]
-    shapes = [
-        leaf.shape[1:] if is_block else leaf.shape for (_, leaf), is_block in zip(leaves, is_stacked, strict=True)
-    ]
-    paths = [path for path, _ in leaves]
+    leaves = _ruled_leaves(abstract_params, options)
+    _check_tensor(leaves, mesh.shape.get("tensor", 1))
+    experts = _find_expert_leaves(leaves, options.expert_leaves, mesh.shape.get(EXPERT))
+    plans = [_plan_leaf(leaf, mesh, options, experts=leaf.path in experts) for leaf in leaves]
+    return jax.tree.unflatten(jax.tree.structure(abstract_params), plans)
+
+
+def _ruled_leaves(abstract_params: PyTree, options: PlanOptions) -> list[_Leaf]:
+    arrays = leaves_with_paths(abstract_params)
+    paths = [path for path, _ in arrays]
     if repeated := sorted({path for path in paths if paths.count(path) > 1}):
         problem = f"{plural(len(repeated), 'key path')} written alike belong to several leaves."
         raise ValueError(error_text(problem, repeated, "rename a key; '/' in a key reads as nesting."))
-    specs = match_rules(rules, list(zip(paths, shapes, strict=True)))
-    _check_tensor(paths, shapes, specs, mesh.shape.get("tensor", 1))
-    experts = _find_expert_leaves(paths, shapes, specs, expert_leaves, mesh.shape.get(EXPERT))
-    plans, shard_axes_of_mesh = [], shard_axes(mesh.shape)
-    for (path, leaf), shape, spec, is_block in zip(leaves, shapes, specs, is_stacked, strict=True):
-        axes = shard_axes_of_mesh.without(EXPERT, mesh.shape) if path in experts else shard_axes_of_mesh
-        counts_experts = any(re.search(pattern, path) for pattern in expert_leaves)
-        if counts_experts and mesh.shape.get("tensor", 1) == 1:
-            # a tensor axis of size 1 splits nothing, so data may take the dim that it would split
-            spec = PartitionSpec(*[None] * len(shape))
-        spec_with_expert = PartitionSpec(EXPERT, *spec[1:]) if path in experts else spec
-        dim, reason = data_dim(shape, spec_with_expert, axes, min_shard_elements)
-        if dim is not None and counts_experts:
-            dim = min(divisible_dims(shape, axes.size, tuple(entry is not None for entry in spec_with_expert)))
-        if path in tables and dim is not None and spec[COLUMNS] is None and shape[COLUMNS] % axes.size == 0:
-            dim = COLUMNS
-        spread = None
-        if is_block and pipelined and not even and math.prod(shape) >= min_shard_elements:
-            used = tuple(entry is not None or i == dim for i, entry in enumerate(spec_with_expert))
-            spread = largest_divisible_dim(shape, mesh.shape["pipeline"], used)
-        plans.append(
-            LeafPlan(
-                path=path,
-                shape=leaf.shape,
-                dtype=leaf.dtype,
-                tensor=PartitionSpec(*([None] if is_block else []), *spec),
-                dim=None if dim is None else dim + is_block,
-                reason=reason,
-                stacked=is_block,
-                trainable=jnp.issubdtype(leaf.dtype, jnp.inexact) and is_trainable(path),
-                pipelined=is_block and pipelined and even,
-                axes=axes.entry,
-                experts=path in experts,
-                spread=None if spread is None else spread + 1,
-            )
-        )
-    return jax.tree.unflatten(jax.tree.structure(abstract_params), plans)
+    is_block = {path: options.stacked and path.split("/")[0] == BLOCKS for path in paths}
+    shapes = {path: array.shape[1:] if is_block[path] else array.shape for path, array in arrays}
+    specs = match_rules(options.rules, list(shapes.items()))
+    return [
+        _Leaf(path, array, is_block[path], shapes[path], spec)
+        for (path, array), spec in zip(arrays, specs, strict=True)
+    ]
+
+
+def _plan_leaf(leaf: _Leaf, mesh: Mesh, options: PlanOptions, *, experts: bool) -> LeafPlan:
+    """Return the plan of a leaf; `experts` says whether it is sharded over the expert axis."""
+    axes, shape, spec = shard_axes(mesh.shape), leaf.shape, leaf.spec
+    if experts:
+        axes = axes.without(EXPERT, mesh.shape)
+    counts_experts = options.counts_experts(leaf.path)
+    if counts_experts and mesh.shape.get("tensor", 1) == 1:
+        # a tensor axis of size 1 splits nothing, so data may take the dim that it would split
+        spec = PartitionSpec(*[None] * len(shape))
+    spec_with_expert = PartitionSpec(EXPERT, *spec[1:]) if experts else spec
+    dim, reason = data_dim(shape, spec_with_expert, axes, options.min_shard_elements)
+    if dim is not None and counts_experts:
+        dim = min(divisible_dims(shape, axes.size, tuple(entry is not None for entry in spec_with_expert)))
+    if leaf.path in options.tables and dim is not None and spec[COLUMNS] is None and shape[COLUMNS] % axes.size == 0:
+        dim = COLUMNS
+    spread, is_staged = None, leaf.is_block and options.pipelined
+    if is_staged and not options.even and math.prod(shape) >= options.min_shard_elements:
+        used = tuple(entry is not None or i == dim for i, entry in enumerate(spec_with_expert))
+        spread = largest_divisible_dim(shape, mesh.shape["pipeline"], used)
+    return LeafPlan(
+        path=leaf.path,
+        shape=leaf.array.shape,
+        dtype=leaf.array.dtype,
+        tensor=PartitionSpec(*([None] if leaf.is_block else []), *spec),
+        dim=None if dim is None else dim + leaf.is_block,
+        reason=reason,
+        stacked=leaf.is_block,
+        trainable=jnp.issubdtype(leaf.array.dtype, jnp.inexact) and options.is_trainable(leaf.path),
+        pipelined=is_staged and options.even,
+        axes=axes.entry,
+        experts=experts,
+        spread=None if spread is None else spread + 1,
+    )
 
 
 def largest_divisible_dim(shape: tuple[int, ...], size: int, taken: tuple[bool, ...]) -> int | None:
@@ -236,14 +272,9 @@ def data_dim(shape: tuple[int, ...], spec: PartitionSpec, axes: ShardAxes, min_e
     return None, f"shape {shape}: no dim is divisible by {axes}"
 
 
-def _find_expert_leaves(
-    paths: list[str],
-    shapes: list[tuple[int, ...]],
-    specs: list[PartitionSpec],
-    patterns: Sequence[str],
-    size: int | None,
-) -> frozenset[str]:
+def _find_expert_leaves(leaves: Sequence[_Leaf], patterns: Sequence[str], size: int | None) -> frozenset[str]:
     """Return the key paths of the expert leaves; an empty set if the mesh has no expert axis."""
+    paths = [leaf.path for leaf in leaves]
     if unmatched := [repr(pattern) for pattern in patterns if not any(re.search(pattern, path) for path in paths)]:
         problem = f"{plural(len(unmatched), 'pattern')} of expert_leaves matched no parameter."
         fix = f"match a key path, such as: {', '.join(paths[:8])}."
@@ -251,7 +282,7 @@ def _find_expert_leaves(
     if size is None:
         return frozenset()
     indivisible, already_split, expert_paths = [], [], []
-    for path, shape, spec in zip(paths, shapes, specs, strict=True):
+    for path, _, _, shape, spec in leaves:
         if any(re.search(pattern, path) for pattern in patterns):
             expert_paths.append(path)
             if not shape or shape[0] % size:
@@ -275,9 +306,9 @@ def _find_expert_leaves(
     return frozenset(expert_paths)
 
 
-def _check_tensor(paths: list[str], shapes: list[tuple[int, ...]], specs: list[PartitionSpec], size: int) -> None:
+def _check_tensor(leaves: Sequence[_Leaf], size: int) -> None:
     indivisible, is_split = [], False
-    for path, shape, spec in zip(paths, shapes, specs, strict=True):
+    for path, _, _, shape, spec in leaves:
         for dim, entry in enumerate(spec):
             if entry is not None:
                 is_split = True

@@ -1,6 +1,7 @@
 """One program for every schedule: a scan over the rows of the schedule's table; a row names the passes of one tick."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,18 @@ _ForwardCarry = tuple[Arrays, list[Arrays], Arrays, PyTree]
 """The carry of `forward_only`: waiting inputs, arrived messages, outgoing messages, losses so far."""
 
 
+class SumSpecs(NamedTuple):
+    """How the gradients in `Sums` are sharded over tensor.
+
+    Attributes:
+      blocks: the spec of the stacked gradient of each trained weight.
+      outer: the spec of the gradient of each outer weight.
+    """
+
+    blocks: Sequence[PartitionSpec]
+    outer: Sequence[PartitionSpec]
+
+
 def execute(
     schedule: Schedule,
     fns: StageFns,
@@ -45,8 +58,7 @@ def execute(
     counts: Counts,
     *,
     remat: bool,
-    block_specs: Sequence[PartitionSpec],
-    outer_specs: Sequence[PartitionSpec],
+    specs: SumSpecs,
     idle: float = 0.0,
 ) -> Sums:
     """Differentiate every micro-batch in the order of the schedule; call it in the per-device view.
@@ -57,8 +69,7 @@ def execute(
       weights: this stage's blocks, stacked [chunks * k, ...] in the order of `schedule.virtual_stages`. k is the largest count.
       counts: [V], how many blocks each virtual stage runs, in the order of the model.
       remat: store only the input of each chunk, and run its forward again in the backward pass.
-      block_specs: how the stacked gradient of each trained weight is sharded over tensor.
-      outer_specs: how the gradient of each outer weight is sharded over tensor.
+      specs: how sums of gradients are sharded over tensor.
       idle: the output of an idle pass, and the first content of ring buffers. NaN shows that no pass reads them.
 
     On each tick a stage stores the messages that arrived, runs the passes of its row, and sends their results. If messages
@@ -78,8 +89,8 @@ def execute(
         carry = tick_weight(setup, carry, row)
         # Without this constraint the partitioner would replicate the sums over tensor.
         sums = carry.sums._replace(
-            blocks=constrain_tensor(carry.sums.blocks, block_specs),
-            outer=constrain_tensor(carry.sums.outer, outer_specs),
+            blocks=constrain_tensor(carry.sums.blocks, specs.blocks),
+            outer=constrain_tensor(carry.sums.outer, specs.outer),
         )
         return carry._replace(
             arrived_activations=messages.send(schedule, "forward", y, carry.outgoing_activations),
@@ -171,20 +182,7 @@ def tick_backward(setup: Setup, carry: Carry, row: Row, y: Arrays) -> tuple[Arra
             residuals = _same_slot(carry.activations, slot)
             chunk_output = read_slot(carry.outputs, slot) if carry.outputs else y
 
-        def gradient_of_loss(sums):
-            dy, outer_grads, parts = fns.loss_grads(m, chunk_output)
-            all_parts = write_slot(sums.parts, m, parts)
-            return dy, sums._replace(outer=add(sums.outer, outer_grads), parts=all_parts)
-
-        def gradient_from_next_stage(sums):
-            return messages.read_message(
-                row["backward_source"], None, carry.arrived_cotangents, carry.cotangents, row["backward_waited"]
-            ), sums
-
-        if carry.arrived_cotangents or carry.cotangents:
-            dy, sums = jax.lax.cond(row["backward_is_last"], gradient_of_loss, gradient_from_next_stage, sums)
-        else:
-            dy, sums = gradient_of_loss(sums)
+        dy, sums = _output_gradient(fns, carry, row, chunk_output, sums)
         if has_weight_pass:
             deferred_slots = _same_slot(deferred[: len(setup.passes.deferred)], row["backward_deferred"])
             dx, new_deferred = chunk_backward_deferring(chunk, setup.passes, residuals, dy, deferred_slots)
@@ -206,6 +204,25 @@ def tick_backward(setup: Setup, carry: Carry, row: Row, y: Arrays) -> tuple[Arra
     busy = row["backward_micro_batch"] >= 0
     dx, deferred, sums = jax.lax.cond(busy, run_pass, skip_pass, carry.deferred, carry.sums)
     return dx, carry._replace(deferred=deferred, sums=sums)
+
+
+def _output_gradient(fns: StageFns, carry: Carry, row: Row, chunk_output: Arrays, sums: Sums) -> tuple[Arrays, Sums]:
+    """Return the gradient of a chunk's output: of the loss on the last chunk, otherwise from the next stage."""
+    m = row["backward_micro_batch"]
+
+    def gradient_of_loss(sums):
+        dy, outer_grads, parts = fns.loss_grads(m, chunk_output)
+        all_parts = write_slot(sums.parts, m, parts)
+        return dy, sums._replace(outer=add(sums.outer, outer_grads), parts=all_parts)
+
+    def gradient_from_next_stage(sums):
+        return messages.read_message(
+            row["backward_source"], None, carry.arrived_cotangents, carry.cotangents, row["backward_waited"]
+        ), sums
+
+    if not (carry.arrived_cotangents or carry.cotangents):
+        return gradient_of_loss(sums)
+    return jax.lax.cond(row["backward_is_last"], gradient_of_loss, gradient_from_next_stage, sums)
 
 
 def tick_weight(setup: Setup, carry: Carry, row: Row) -> Carry:

@@ -215,77 +215,102 @@ def _replace_at(values: tuple[float, ...], index: int, value: float) -> tuple[fl
 
 def _simulate(problem: _Problem, choice: _Choice) -> _Outcome:
     """Run every stage at its own pace, with weight passes where the choice allows them; return the cost and the orders."""
-    num_stages, num_micro_batches = problem.num_stages, problem.num_micro_batches
-    free_at, first_begin, peak = [0.0] * num_stages, [0.0] * num_stages, 0.0
-    forward_ends: list[list[float]] = [[] for _ in range(num_stages)]  # per stage, when its forwards ended
-    backward_ends: list[list[float]] = [[] for _ in range(num_stages)]  # per stage, when its backwards ended
-    weight_counts = [0] * num_stages
-    orders: list[list[str]] = [[] for _ in range(num_stages)]
-    ready = list(reversed(range(num_stages)))
+    stages = [_Stage(index, choice) for index in range(problem.num_stages)]
+    ready = list(reversed(range(problem.num_stages)))
     while ready:
         stage = ready.pop()
-        forwards, backwards, order, now, num_weights = (
-            forward_ends[stage],
-            backward_ends[stage],
-            orders[stage],
-            free_at[stage],
-            weight_counts[stage],
-        )
-        previous_ends = forward_ends[stage - 1] if stage else None
-        next_ends = backward_ends[stage + 1] if stage + 1 < num_stages else None
-        min_wait = (1 - choice.overrun[stage]) * problem.weight[stage]
-        memory_limit = choice.memory[stage] - 1 + _ROUNDING
-        while (num_backwards := len(backwards)) < num_micro_batches:
-            num_forwards = len(forwards)
-            is_forward = num_forwards < min(num_micro_batches, choice.ahead[stage] + num_backwards)
-            if is_forward:
-                if previous_ends is not None and len(previous_ends) <= num_forwards:
-                    break
-                arrival = previous_ends[num_forwards] + problem.communication if previous_ends is not None else 0.0
-            else:
-                if next_ends is not None and len(next_ends) <= num_backwards:
-                    break
-                arrival = (
-                    next_ends[num_backwards] + problem.communication
-                    if next_ends is not None
-                    else forwards[num_backwards]
-                )
-            while num_weights < num_backwards and (
-                (
-                    is_forward
-                    and num_forwards - num_backwards + problem.kept_share * (num_backwards - num_weights) > memory_limit
-                )
-                or now + min_wait <= arrival
-            ):
-                now += problem.weight[stage]
-                order.append(f"W{num_weights}")
-                num_weights += 1
-            now = max(now, arrival)
-            if is_forward:
-                first_begin[stage] = first_begin[stage] if num_forwards else now
-                now += problem.forward[stage]
-                forwards.append(now)
-                order.append(f"F{num_forwards}")
-                peak = max(
-                    peak,
-                    num_forwards + 1 - num_backwards + problem.kept_share * (num_backwards - num_weights),
-                )
-            else:
-                now += problem.backward[stage]
-                backwards.append(now)
-                order.append(f"B{num_backwards}")
+        while _run_next_pass(problem, stages, stages[stage]):
             # the neighbours may continue now
             ready += [
                 neighbour
                 for neighbour in (stage - 1, stage + 1)
-                if 0 <= neighbour < num_stages and neighbour not in ready
+                if 0 <= neighbour < problem.num_stages and neighbour not in ready
             ]
-        free_at[stage], weight_counts[stage] = now, num_weights
-    for stage, order in enumerate(orders):
-        order += [f"W{m}" for m in range(weight_counts[stage], num_micro_batches)]
+    for stage in stages:
+        stage.order += [f"W{m}" for m in range(stage.num_weights, problem.num_micro_batches)]
     ends = [
-        free_at[stage] + (num_micro_batches - weight_counts[stage]) * problem.weight[stage]
-        for stage in range(num_stages)
+        stage.now + (problem.num_micro_batches - stage.num_weights) * problem.weight[stage.index] for stage in stages
     ]
-    total, longest = max(ends), max(end - start for end, start in zip(ends, first_begin, strict=True))
-    return _Outcome((total, longest, peak) if problem.synchronous else (longest, total, peak), orders)
+    total, longest = max(ends), max(end - stage.begin for end, stage in zip(ends, stages, strict=True))
+    peak = max(stage.peak for stage in stages)
+    cost = (total, longest, peak) if problem.synchronous else (longest, total, peak)
+    return _Outcome(cost, [stage.order for stage in stages])
+
+
+class _Stage:
+    """A stage in a simulation.
+
+    Attributes:
+      now: when its last pass ended.
+      begin: when its first forward began.
+      peak: the most activations that it stored.
+      forward_ends: when each of its forwards ended.
+      backward_ends: when each of its backwards ended.
+      num_weights: how many weight passes it ran.
+      order: its passes, as `from_order` takes them.
+    """
+
+    def __init__(self, index: int, choice: _Choice):
+        self.index, self.ahead, self.overrun = index, choice.ahead[index], choice.overrun[index]
+        self.memory_limit = choice.memory[index] - 1 + _ROUNDING
+        self.now, self.begin, self.peak, self.num_weights = 0.0, 0.0, 0.0, 0
+        self.forward_ends: list[float] = []
+        self.backward_ends: list[float] = []
+        self.order: list[str] = []
+
+    def activations(self, problem: _Problem) -> float:
+        """Return how many activations are stored."""
+        num_backwards = len(self.backward_ends)
+        return len(self.forward_ends) - num_backwards + problem.kept_share * (num_backwards - self.num_weights)
+
+    def run_weight(self, problem: _Problem) -> None:
+        """Run the next weight pass."""
+        self.now += problem.weight[self.index]
+        self.order.append(f"W{self.num_weights}")
+        self.num_weights += 1
+
+    def run_weights(self, problem: _Problem, arrival: float, *, is_forward: bool) -> None:
+        """Run weight passes while the message of the next pass is awaited, or until a forward has memory."""
+        min_wait = (1 - self.overrun) * problem.weight[self.index]
+        while self.num_weights < len(self.backward_ends) and (
+            (is_forward and self.activations(problem) > self.memory_limit) or self.now + min_wait <= arrival
+        ):
+            self.run_weight(problem)
+
+
+def _run_next_pass(problem: _Problem, stages: list[_Stage], stage: _Stage) -> bool:
+    """Run the next forward or backward of a stage, after weight passes that fit; False if it has no message yet, or is done."""
+    num_forwards, num_backwards = len(stage.forward_ends), len(stage.backward_ends)
+    if num_backwards == problem.num_micro_batches:
+        return False
+    is_forward = num_forwards < min(problem.num_micro_batches, stage.ahead + num_backwards)
+    arrival = _arrival(problem, stages, stage, is_forward=is_forward)
+    if arrival is None:
+        return False
+    stage.run_weights(problem, arrival, is_forward=is_forward)
+    stage.now = max(stage.now, arrival)
+    if is_forward:
+        stage.begin = stage.begin if num_forwards else stage.now
+        stage.now += problem.forward[stage.index]
+        stage.forward_ends.append(stage.now)
+        stage.order.append(f"F{num_forwards}")
+        stage.peak = max(stage.peak, stage.activations(problem))
+    else:
+        stage.now += problem.backward[stage.index]
+        stage.backward_ends.append(stage.now)
+        stage.order.append(f"B{num_backwards}")
+    return True
+
+
+def _arrival(problem: _Problem, stages: list[_Stage], stage: _Stage, *, is_forward: bool) -> float | None:
+    """Return when the message of the next pass arrives; None if it was not sent yet."""
+    if is_forward:
+        number, sent = len(stage.forward_ends), stages[stage.index - 1].forward_ends
+        if stage.index == 0:
+            return 0.0
+    else:
+        number, is_last = len(stage.backward_ends), stage.index + 1 == problem.num_stages
+        if is_last:  # the backward follows the forward of the same micro-batch
+            return stage.forward_ends[number]
+        sent = stages[stage.index + 1].backward_ends
+    return sent[number] + problem.communication if number < len(sent) else None

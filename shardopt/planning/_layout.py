@@ -20,19 +20,20 @@ from shardopt.core._errors import calling, plural
 from shardopt.core._types import PyTree, Rules
 from shardopt.matrices._owned_update import layout_bytes
 from shardopt.mesh import spec_axes
-from shardopt.partition import COLUMNS, LayoutBytes, LeafPlan, ShardAxes, plan_leaves, shard_axes, state_specs
+from shardopt.partition import (
+    COLUMNS,
+    LayoutBytes,
+    LeafPlan,
+    PlanOptions,
+    ShardAxes,
+    plan_leaves,
+    shard_axes,
+    state_specs,
+)
 from shardopt.partition._report import num_shards
 from shardopt.pipeline import Schedule, schedules
+from shardopt.pipeline._kinds import KINDS
 from shardopt.planning._workload import Recompute, Workload
-
-CHUNKED = ("interleaved", "looped_breadth_first", "zero_bubble", "zero_bubble_lockstep")
-"""Schedules that take several chunks per stage."""
-
-ON_A_V = ("zero_bubble_v", "dual_pipe_v")
-"""Schedules that have two chunks per stage, arranged in a V: the first stage holds the first and the last chunk."""
-
-IN_LOCKSTEP = ("gpipe", "eager_one_f_one_b", "interleaved", "looped_breadth_first", "zero_bubble_lockstep")
-"""Schedules in which all stages run the same kind of pass in a tick; the others send their messages ahead."""
 
 
 class SearchArguments(NamedTuple):
@@ -149,10 +150,10 @@ class Layout(NamedTuple):
         words = [axes, self.placement + ("" if self.regather else " gathered once")]
         if self.schedule is not None:
             words.append(
-                self.schedule + (f" x {self.chunks}" if self.chunks > 1 and self.schedule not in ON_A_V else "")
+                self.schedule + (f" x {self.chunks}" if self.chunks > 1 and KINDS[self.schedule].takes_chunks else "")
             )
             words += [f"at most {plural(self.searched.memory, 'activation')}"] if self.searched is not None else []
-            words += ["sent ahead"] if self.schedule not in IN_LOCKSTEP else []
+            words += ["sent ahead"] if not KINDS[self.schedule].in_lockstep else []
         if self.micro_batches > 1:
             words.append(f"{self.micro_batches} micro-batches")
         return ", ".join([*words, *(["remat" if self.remat is True else self.remat] if self.remat else [])])
@@ -169,9 +170,9 @@ def _builder(name: str, chunks: int, searched: SearchArguments | None) -> Callab
     builder = getattr(schedules, name)
     if searched is not None:
         builder = functools.partial(builder, **searched._asdict())
-    elif name in CHUNKED:
+    elif KINDS[name].takes_chunks:
         builder = functools.partial(builder, num_chunks=chunks)
-    return builder if name in IN_LOCKSTEP else schedules.send_ahead(builder)
+    return builder if KINDS[name].in_lockstep else schedules.send_ahead(builder)
 
 
 class ElementCounts(NamedTuple):
@@ -293,17 +294,16 @@ def place(
     mesh = cast(Mesh, _MeshShape(layout.sizes))
     placement = PLACEMENTS[layout.placement]
     tables = workload.tables if placement.params and layout.shards.size > 1 and layout.pipeline == 1 else ()
-    plan_tree = plan_leaves(
-        workload.params,
-        mesh=mesh,
+    options = PlanOptions(
         rules=workload.rules if layout.tensor > 1 else (),
         stacked=True,
-        pipelined=layout.pipeline > 1,
         min_shard_elements=min_shard_elements if placement.opt_state else 1,
         is_trainable=lambda path: True,
+        pipelined=layout.pipeline > 1,
         tables=tables,
         expert_leaves=() if workload.experts is None else workload.experts.leaves,
     )
+    plan_tree = plan_leaves(workload.params, mesh, options)
     plans: list[LeafPlan] = jax.tree.leaves(plan_tree)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(workload.params)]
     state_spec_tree = state_specs(

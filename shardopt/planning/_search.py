@@ -14,11 +14,10 @@ from shardopt.core._errors import calling, format_error, plural
 from shardopt.core._types import PyTree, Rules
 from shardopt.partition import LayoutBytes
 from shardopt.pipeline import schedules as known_schedules
+from shardopt.pipeline._kinds import KINDS, ScheduleKind
 from shardopt.planning._costs import Footprint, StepTime, Transfer, by_axis, footprint, step_time, traffic
 from shardopt.planning._hardware import HARDWARE, Hardware, find_hardware
 from shardopt.planning._layout import (
-    CHUNKED,
-    ON_A_V,
     Layout,
     PlacedModel,
     abstract_opt_state,
@@ -396,12 +395,13 @@ class _Space(NamedTuple):
 
     def _chunks(self, pipeline: int, micro_batches: int, schedule: str | None) -> list[int]:
         two_chunks = [2] if self.workload.num_blocks % (2 * pipeline) == 0 else []
-        if schedule in ON_A_V:
+        kind = ScheduleKind() if schedule is None else KINDS[schedule]
+        if kind.on_a_v:
             return two_chunks
-        if schedule not in CHUNKED:
+        if not kind.takes_chunks:
             return [1]
         two_chunks = two_chunks if micro_batches % pipeline == 0 else []
-        return two_chunks if schedule in ("interleaved", "looped_breadth_first") else [1, *two_chunks]
+        return two_chunks if kind.chunks == 2 else [1, *two_chunks]
 
 
 def _divisors(count: int, largest: int, small: int = 8) -> list[int]:

@@ -1,7 +1,9 @@
 """Reducers that encode a gradient in blocks, each block with its own scale: `int8` and `sign`."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,8 @@ import jax.numpy as jnp
 from shardopt.collectives._buckets import Bucket
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, format_error
-from shardopt.core._types import wide_dtype
+from shardopt.core._types import PyTree, wide_dtype
+from shardopt.reducers._axis import AxisName
 from shardopt.reducers._mean import (
     Codec,
     buckets_of,
@@ -19,7 +22,7 @@ from shardopt.reducers._mean import (
     two_phase_bytes,
     two_phase_mean,
 )
-from shardopt.reducers._reducer import MessageCodec, Reducer, make_reducer, real_dtype, real_shape
+from shardopt.reducers._reducer import Dtypes, MessageCodec, Reducer, Values, make_reducer, real_dtype, real_shape
 
 
 @calling("sign")
@@ -158,37 +161,42 @@ def blockwise(name: str, codec: Codec) -> Reducer:
 
     A mean over an axis takes two phases, see `two_phase_mean`. A single sender encodes each bucket once.
     """
+    functions = _Blockwise(codec)
+    message_codec = MessageCodec(functions.write, functions.read)
+    return make_reducer(name, send=functions.send, count_bytes=functions.count_bytes, codec=message_codec)
 
-    def send(values, dtypes, state, axis_name):
-        def average(flat, key):
-            return two_phase_mean(flat, codec, axis_name)
 
-        means, residuals = in_buckets(values, [value.dtype for value in values], average)
-        return means, residuals, state
+@dataclasses.dataclass(frozen=True)
+class _Blockwise:
+    """The functions of `blockwise`, over lists of real arrays; the arguments are as in `make_reducer`."""
 
-    def count_bytes(params, axis_size):
+    codec: Codec
+
+    def send(self, values: Values, dtypes: Dtypes, state: PyTree, axis_name: AxisName) -> tuple[Values, Values, PyTree]:
+        average = lambda flat, key: two_phase_mean(flat, self.codec, axis_name)  # noqa: E731
+        return *in_buckets(values, [value.dtype for value in values], average), state
+
+    def count_bytes(self, params: PyTree, axis_size: int) -> int:
         leaves = jax.tree.leaves(params)
         sizes = [math.prod(real_shape(leaf)) for leaf in leaves]
         buckets = buckets_of(sizes, [real_dtype(wide_dtype(leaf.dtype)) for leaf in leaves])
-        return sum(two_phase_bytes(bucket.size, codec, axis_size, bucket.key) for bucket in buckets)
+        return sum(two_phase_bytes(bucket.size, self.codec, axis_size, bucket.key) for bucket in buckets)
 
-    def write(values, dtypes, state):
+    def write(self, values: Values, dtypes: Dtypes, state: PyTree) -> tuple[PyTree, PyTree]:
         message = []
         for bucket in _buckets(values):
-            length = codec.padded_length(bucket.size)
+            length = self.codec.padded_length(bucket.size)
             row = jnp.pad(join_bucket(values, bucket), (0, length - bucket.size))[None]
-            message.append(codec.encode(row, (jnp.arange(length) < bucket.size)[None]))
+            message.append(self.codec.encode(row, (jnp.arange(length) < bucket.size)[None]))
         return message, state
 
-    def read(message, shapes, dtypes):
+    def read(self, message: PyTree, shapes: Sequence[Any], dtypes: Dtypes) -> Values:
         values = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
         for bucket, parts in zip(_buckets(shapes), message, strict=True):
-            row = codec.decode(parts, codec.padded_length(bucket.size), bucket.key)[0]
+            row = self.codec.decode(parts, self.codec.padded_length(bucket.size), bucket.key)[0]
             for i, value in zip(bucket.members, split_bucket(row, bucket), strict=True):
                 values[i] = value.reshape(shapes[i].shape)
         return values
-
-    return make_reducer(name, send=send, count_bytes=count_bytes, codec=MessageCodec(write, read))
 
 
 def _buckets(values: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[Bucket]:

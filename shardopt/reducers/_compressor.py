@@ -1,7 +1,6 @@
 """Compress the gradient of a single sender, for a server: no mesh axis averages it."""
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -9,6 +8,7 @@ import jax
 from shardopt.core._errors import calling, format_error
 from shardopt.core._types import PyTree, abstract, wide_dtype
 from shardopt.reducers._reducer import (
+    MessageCodec,
     Reducer,
     check_leaves,
     check_reducer,
@@ -39,20 +39,56 @@ class Compressor(NamedTuple):
 
     Attributes:
       name: the name of the reducer.
-      init: `init(params) -> CompressorState`. It reads only shapes and dtypes.
-      encode: `encode(grads, memory) -> (message, memory)`. The message is a tree of compact arrays; the new memory is for
-        the next message.
-      decode: `decode(message, like) -> grads`. `like` is a tree of the gradients' shapes and dtypes.
-      message: `message(abstract_params) -> ` the message as `jax.ShapeDtypeStruct`s.
-      nbytes: `nbytes(abstract_params) -> int`, the bytes of a message.
+      codec: the functions of the reducer.
     """
 
     name: str
-    init: Callable[[PyTree], CompressorState]
-    encode: Callable[[PyTree, CompressorState], tuple[PyTree, CompressorState]]
-    decode: Callable[[PyTree, PyTree], PyTree]
-    message: Callable[[PyTree], PyTree]
-    nbytes: Callable[[PyTree], int]
+    codec: MessageCodec
+
+    def init(self, params: PyTree) -> CompressorState:
+        """Return the first state; only shapes and dtypes are read."""
+        with calling(self.name):
+            check_leaves(params)
+        unsent = zeros_like(abstract(params)) if self.codec.error_feedback else ()
+        return CompressorState(unsent, self.codec.init(abstract(params)))
+
+    def encode(self, grads: PyTree, memory: CompressorState) -> tuple[PyTree, CompressorState]:
+        """Return the message, a tree of compact arrays, and the memory for the next message."""
+        with calling(self.name):
+            check_leaves(grads)
+        codec, state = self.codec, memory.state
+        leaves, treedef = jax.tree.flatten(grads)
+        values = widen(leaves)
+        if codec.correct_momentum is not None:
+            values, state = codec.correct_momentum(values, state)
+        if codec.error_feedback:
+            unsent = widen(jax.tree.leaves(memory.unsent))
+            values = [value + residual for value, residual in zip(values, unsent, strict=True)]
+        message, state = codec.write(values, [real_dtype(leaf.dtype) for leaf in leaves], state)
+        decoded_grads, unsent = self.decode(message, grads), ()
+        if codec.error_feedback:
+            residuals = [
+                value - decoded for value, decoded in zip(values, widen(jax.tree.leaves(decoded_grads)), strict=True)
+            ]
+            unsent = treedef.unflatten(narrow(residuals, [wide_dtype(leaf.dtype) for leaf in leaves]))
+        return message, keep_if_finite((grads, decoded_grads), CompressorState(unsent, state), memory)
+
+    def decode(self, message: PyTree, like: PyTree) -> PyTree:
+        """Return the gradients of a message; `like` is a tree of their shapes and dtypes."""
+        leaves, treedef = jax.tree.flatten(like)
+        shapes = [jax.ShapeDtypeStruct(real_shape(x), real_dtype(wide_dtype(x.dtype))) for x in leaves]
+        values = self.codec.read(message, shapes, [real_dtype(leaf.dtype) for leaf in leaves])
+        return treedef.unflatten(narrow(values, [leaf.dtype for leaf in leaves]))
+
+    def message(self, abstract_params: PyTree) -> PyTree:
+        """Return the message as `jax.ShapeDtypeStruct`s."""
+        return jax.eval_shape(lambda grads: self.encode(grads, self.init(grads))[0], abstract(abstract_params))
+
+    def nbytes(self, abstract_params: PyTree) -> int:
+        """Return the bytes of a message."""
+        return sum(
+            math.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(self.message(abstract_params))
+        )
 
 
 @calling("compressor")
@@ -111,44 +147,4 @@ def compressor(reducer: Reducer) -> Compressor:
     if codec is None:
         fix = "use exact, int8, sign, top_k or power_sgd, alone or in error_feedback, without a warm-up."
         raise ValueError(format_error("compressor", f"{name} has no form that a single sender can write.", fix=fix))
-
-    @calling(name)
-    def init(params):
-        check_leaves(params)
-        return CompressorState(
-            zeros_like(abstract(params)) if codec.error_feedback else (), codec.init(abstract(params))
-        )
-
-    @calling(name)
-    def encode(grads, memory):
-        check_leaves(grads)
-        leaves, treedef = jax.tree.flatten(grads)
-        values, state = widen(leaves), memory.state
-        if codec.correct_momentum is not None:
-            values, state = codec.correct_momentum(values, state)
-        if codec.error_feedback:
-            unsent = widen(jax.tree.leaves(memory.unsent))
-            values = [value + residual for value, residual in zip(values, unsent, strict=True)]
-        message, state = codec.write(values, [real_dtype(leaf.dtype) for leaf in leaves], state)
-        decoded_grads, unsent = decode(message, grads), ()
-        if codec.error_feedback:
-            residuals = [
-                value - decoded for value, decoded in zip(values, widen(jax.tree.leaves(decoded_grads)), strict=True)
-            ]
-            unsent = treedef.unflatten(narrow(residuals, [wide_dtype(leaf.dtype) for leaf in leaves]))
-        return message, keep_if_finite((grads, decoded_grads), CompressorState(unsent, state), memory)
-
-    def decode(message, like):
-        leaves, treedef = jax.tree.flatten(like)
-        shapes = [jax.ShapeDtypeStruct(real_shape(x), real_dtype(wide_dtype(x.dtype))) for x in leaves]
-        values = codec.read(message, shapes, [real_dtype(leaf.dtype) for leaf in leaves])
-        return treedef.unflatten(narrow(values, [leaf.dtype for leaf in leaves]))
-
-    def message(params):
-        grads = abstract(params)
-        return jax.eval_shape(lambda grads: encode(grads, init(grads))[0], grads)
-
-    def nbytes(params):
-        return sum(math.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(message(params)))
-
-    return Compressor(name, init, encode, decode, message, nbytes)
+    return Compressor(name, codec)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, format_error
 from shardopt.core._types import PyTree, abstract
-from shardopt.reducers._axis import agreeing_cond
+from shardopt.reducers._axis import AxisName, agreeing_cond
 from shardopt.reducers._device_state import ErrorFeedback
 from shardopt.reducers._mean import exact
 from shardopt.reducers._reducer import Reducer, check_leaves, check_reducer, keep_if_finite, zeros_like
@@ -153,22 +153,30 @@ def warm_up(reducer: Reducer, steps: int) -> Reducer:
     if reducer.name.startswith("error_feedback("):
         problem = f"{reducer.name} has error feedback, which must see both what is sent at first and later."
         raise ValueError(format_error("warm_up", problem, fix="use error_feedback(warm_up(...)), the other way round."))
-    exact_reducer = exact()
+    functions = _WarmUp(reducer, steps)
+    return Reducer(f"warm_up({reducer.name}, steps={steps})", functions.init, reducer.wire_bytes, functions.transmit)
 
-    def init(params):
-        return WarmUpState(jnp.zeros((), jnp.int32), reducer.init(params))
 
-    def transmit(grads, memory, state, axis_name):
+class _WarmUp(NamedTuple):
+    """The functions of `warm_up`."""
+
+    reducer: Reducer
+    steps: int
+
+    def init(self, params: PyTree) -> WarmUpState:
+        return WarmUpState(jnp.zeros((), jnp.int32), self.reducer.init(params))
+
+    def transmit(
+        self, grads: PyTree, memory: PyTree, state: WarmUpState, axis_name: AxisName
+    ) -> tuple[PyTree, PyTree, WarmUpState]:
         def send_exact(grads, memory, inner):
-            mean, residual, _ = exact_reducer.transmit(grads, memory, (), axis_name)
+            mean, residual, _ = exact().transmit(grads, memory, (), axis_name)
             return mean, residual, inner
 
         def send_compressed(grads, memory, inner):
-            return reducer.transmit(grads, memory, inner, axis_name)
+            return self.reducer.transmit(grads, memory, inner, axis_name)
 
         mean, residual, inner = agreeing_cond(
-            state.step < steps, send_exact, send_compressed, grads, memory, state.inner
+            state.step < self.steps, send_exact, send_compressed, grads, memory, state.inner
         )
         return mean, residual, WarmUpState(state.step + 1, inner)
-
-    return Reducer(f"warm_up({reducer.name}, steps={steps})", init, reducer.wire_bytes, transmit)

@@ -14,9 +14,10 @@ The two errors of a device belong to different chunks, since no device sends its
 memory as large as the gradient holds both, and N mean + the sum of memories equals the sum of the values exactly.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +26,10 @@ from jax.typing import DTypeLike
 
 from shardopt.collectives._buckets import Bucket, plan_buckets
 from shardopt.core._errors import calling, format_error
-from shardopt.core._types import wide_dtype
+from shardopt.core._types import PyTree, wide_dtype
 from shardopt.reducers._axis import AxisName, all_gather_packed, all_reduce_padded, all_to_all_packed
 from shardopt.reducers._axis import axis_size as size_of
-from shardopt.reducers._reducer import MessageCodec, Reducer, make_reducer, real_dtype, real_shape
+from shardopt.reducers._reducer import Dtypes, MessageCodec, Reducer, Values, make_reducer, real_dtype, real_shape
 
 BUCKET_ELEMENTS = 2**23
 """The size at which a bucket is full: 32 MiB in fp32. A larger leaf has its own bucket, and is not copied."""
@@ -70,27 +71,36 @@ def exact(dtype: DTypeLike | None = None) -> Reducer:
     requested = None if dtype is None else _checked_dtype(dtype)
     name = "exact()" if requested is None else f"exact({requested.name})"
 
-    def wire_dtype(leaf_dtype):
-        value_dtype = real_dtype(leaf_dtype)
+    functions = _Exact(requested)
+    codec = MessageCodec(functions.write, _read_rounded)
+    return make_reducer(name, send=functions.send, count_bytes=functions.count_bytes, codec=codec)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Exact:
+    """The functions of `exact`, over lists of real arrays; the arguments are as in `make_reducer`."""
+
+    requested: np.dtype | None
+
+    def wire_dtype(self, leaf_dtype: np.dtype) -> np.dtype:
+        value_dtype, requested = real_dtype(leaf_dtype), self.requested
         return value_dtype if requested is None or requested.itemsize >= value_dtype.itemsize else requested
 
-    def send(values, dtypes, state, axis_name):
-        means, residuals = mean_of(values, [wire_dtype(leaf_dtype) for leaf_dtype in dtypes], axis_name)
-        return means, residuals, state
+    def send(self, values: Values, dtypes: Dtypes, state: PyTree, axis_name: AxisName) -> tuple[Values, Values, PyTree]:
+        return *mean_of(values, [self.wire_dtype(dtype) for dtype in dtypes], axis_name), state
 
-    def count_bytes(params, axis_size):
+    def count_bytes(self, params: PyTree, axis_size: int) -> int:
         leaves = jax.tree.leaves(params)
         sizes = [math.prod(real_shape(leaf)) for leaf in leaves]
         wide = [real_dtype(wide_dtype(leaf.dtype)) for leaf in leaves]
-        return mean_bytes(sizes, wide, [wire_dtype(leaf.dtype) for leaf in leaves], axis_size)
+        return mean_bytes(sizes, wide, [self.wire_dtype(leaf.dtype) for leaf in leaves], axis_size)
 
-    def write(values, dtypes, state):
-        return [value.astype(wire_dtype(dtype)) for value, dtype in zip(values, dtypes, strict=True)], state
+    def write(self, values: Values, dtypes: Dtypes, state: PyTree) -> tuple[PyTree, PyTree]:
+        return [value.astype(self.wire_dtype(dtype)) for value, dtype in zip(values, dtypes, strict=True)], state
 
-    def read(message, shapes, dtypes):
-        return [array.astype(shape.dtype) for array, shape in zip(message, shapes, strict=True)]
 
-    return make_reducer(name, send=send, count_bytes=count_bytes, codec=MessageCodec(write, read))
+def _read_rounded(message: PyTree, shapes: Sequence[Any], dtypes: Dtypes) -> Values:
+    return [array.astype(shape.dtype) for array, shape in zip(message, shapes, strict=True)]
 
 
 def _checked_dtype(dtype: DTypeLike) -> np.dtype:

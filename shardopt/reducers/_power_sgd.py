@@ -1,5 +1,6 @@
 """`power_sgd`: send two thin factors instead of a gradient matrix."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Sequence
@@ -100,45 +101,64 @@ def power_sgd(
     check_count("start_step", start_step, minimum=0)
     if min_ratio < 0:
         raise ValueError(format_error("power_sgd", f"min_ratio must not be negative, got {min_ratio}."))
-    stacked_pattern = _compile_pattern(stacked)
+    functions = _PowerSGD(int(rank), min_ratio, _compile_pattern(stacked), seed)
+    reducer = make_reducer(
+        f"power_sgd(rank={rank})",
+        init=functions.init,
+        send=functions.send,
+        count_bytes=functions.count_bytes,
+        codec=MessageCodec(_write_factors, _read_factors),
+    )
+    return warm_up(reducer, start_step) if start_step else reducer
 
-    def matrices_of_leaves(tree):
+
+@dataclasses.dataclass(frozen=True)
+class _PowerSGD:
+    """The functions of `power_sgd`, over lists of real arrays; the arguments are as in `make_reducer`."""
+
+    rank: int
+    min_ratio: float
+    stacked: re.Pattern[str]
+    seed: int
+
+    def matrices(self, params: PyTree) -> list[Matrices | None]:
+        """Return the matrices as which each leaf is compressed; None for a leaf that is not compressed."""
         return [
-            _matrices_of(path, leaf, int(rank), min_ratio, stacked_pattern) for path, leaf in leaves_with_paths(tree)
+            _matrices_of(path, leaf, self.rank, self.min_ratio, self.stacked)
+            for path, leaf in leaves_with_paths(params)
         ]
 
-    def init(params):
-        keys = jax.random.split(jax.random.key(seed), max(1, len(jax.tree.leaves(params))))
+    def init(self, params: PyTree) -> PowerSGDState:
+        leaves, treedef = jax.tree.flatten(params)
+        keys = jax.random.split(jax.random.key(self.seed), max(1, len(leaves)))
         factors = [
             None if matrices is None else _random_factor(key, matrices, real_dtype(wide_dtype(leaf.dtype)))
-            for key, matrices, leaf in zip(keys, matrices_of_leaves(params), jax.tree.leaves(params), strict=False)
+            for key, matrices, leaf in zip(keys, self.matrices(params), leaves, strict=False)
         ]
-        return PowerSGDState(jax.tree.unflatten(jax.tree.structure(params), factors))
+        return PowerSGDState(treedef.unflatten(factors))
 
-    def send(values, dtypes, state, axis_name):
+    def send(
+        self, values: Values, dtypes: Dtypes, state: PowerSGDState, axis_name: AxisName
+    ) -> tuple[Values, Values, PowerSGDState]:
         factors, treedef = jax.tree.flatten(state.factors, is_leaf=lambda node: node is None)
         means, residuals, factors = _power_iteration(values, dtypes, factors, axis_name)
         return means, residuals, PowerSGDState(treedef.unflatten(factors))
 
-    def count_bytes(params, axis_size):
-        leaves, leaf_matrices = jax.tree.leaves(params), matrices_of_leaves(params)
-        value_dtypes = [real_dtype(wide_dtype(leaf.dtype)) for leaf in leaves]
-        p_sizes, p_dtypes = [], []
-        for leaf, matrices, value_dtype in zip(leaves, leaf_matrices, value_dtypes, strict=True):
-            p_sizes.append(
-                math.prod(real_shape(leaf)) if matrices is None else matrices.layers * matrices.rows * matrices.rank
-            )
-            p_dtypes.append(real_dtype(leaf.dtype) if matrices is None else value_dtype)
-        q_sizes = [
-            0 if matrices is None else matrices.layers * matrices.columns * matrices.rank for matrices in leaf_matrices
-        ]
+    def count_bytes(self, params: PyTree, axis_size: int) -> int:
+        p_sizes, p_dtypes, q_sizes, value_dtypes = [], [], [], []
+        for leaf, matrices in zip(jax.tree.leaves(params), self.matrices(params), strict=True):
+            value_dtypes.append(real_dtype(wide_dtype(leaf.dtype)))
+            if matrices is None:
+                p_sizes.append(math.prod(real_shape(leaf)))
+                p_dtypes.append(real_dtype(leaf.dtype))
+                q_sizes.append(0)
+            else:
+                p_sizes.append(matrices.layers * matrices.rows * matrices.rank)
+                p_dtypes.append(value_dtypes[-1])
+                q_sizes.append(matrices.layers * matrices.columns * matrices.rank)
         return mean_bytes(p_sizes, value_dtypes, p_dtypes, axis_size) + mean_bytes(
             q_sizes, value_dtypes, value_dtypes, axis_size
         )
-
-    codec = MessageCodec(_write_factors, _read_factors)
-    reducer = make_reducer(f"power_sgd(rank={rank})", init=init, send=send, count_bytes=count_bytes, codec=codec)
-    return warm_up(reducer, start_step) if start_step else reducer
 
 
 def _power_iteration(

@@ -172,31 +172,49 @@ def grouped(reducer: Reducer, keys: Sequence[Hashable], paths: Sequence[str]) ->
       >>> print(mean[1][0])
       [1.007874 2.      ]
     """
-    indices_by_key = {key: [i for i, leaf_key in enumerate(keys) if leaf_key == key] for key in dict.fromkeys(keys)}
+    groups = [[i for i, leaf_key in enumerate(keys) if leaf_key == key] for key in dict.fromkeys(keys)]
+    functions = _Grouped(reducer, groups, paths)
+    return Reducer(reducer.name, functions.init, functions.wire_bytes, functions.transmit)
 
-    def split_by_group(leaves: Sequence[PyTree]) -> list[dict[str, PyTree]]:
-        return [{paths[i]: leaves[i] for i in indices} for indices in indices_by_key.values()]
 
-    def merge_groups(groups: Sequence[dict[str, PyTree]]) -> list[PyTree]:
+class _Grouped(NamedTuple):
+    """The functions of `grouped`.
+
+    Attributes:
+      reducer: the wrapped reducer.
+      groups: the indices of the leaves of each group.
+      paths: the key path of each leaf.
+    """
+
+    reducer: Reducer
+    groups: list[list[int]]
+    paths: Sequence[str]
+
+    def split(self, leaves: Sequence[PyTree]) -> list[dict[str, PyTree]]:
+        """Return the leaves of each group, by key path."""
+        return [{self.paths[i]: leaves[i] for i in group} for group in self.groups]
+
+    def merge(self, groups: Sequence[dict[str, PyTree]]) -> list[PyTree]:
+        """Return the leaves of all groups in their order."""
         leaf_by_path = {path: leaf for group in groups for path, leaf in group.items()}
-        return [leaf_by_path[path] for path in paths]
+        return [leaf_by_path[path] for path in self.paths]
 
-    def init(params):
-        return tuple(reducer.init(group) for group in split_by_group(params))
+    def init(self, params: Sequence[PyTree]) -> tuple[PyTree, ...]:
+        return tuple(self.reducer.init(group) for group in self.split(params))
 
-    def transmit(grads, memory, state, axis_name):
-        memories = [None] * len(indices_by_key) if memory is None else split_by_group(memory)
+    def transmit(
+        self, grads: Sequence[PyTree], memory: Sequence[PyTree] | None, state: tuple[PyTree, ...], axis_name: AxisName
+    ) -> tuple[PyTree, PyTree, tuple[PyTree, ...]]:
+        memories = [None] * len(self.groups) if memory is None else self.split(memory)
         results = [
-            reducer.transmit(group, group_memory, group_state, axis_name)
-            for group, group_memory, group_state in zip(split_by_group(grads), memories, state, strict=True)
+            self.reducer.transmit(group, group_memory, group_state, axis_name)
+            for group, group_memory, group_state in zip(self.split(grads), memories, state, strict=True)
         ]
         means, residuals, states = zip(*results, strict=True) if results else ((), (), ())
-        return merge_groups(means), merge_groups(residuals), states
+        return self.merge(means), self.merge(residuals), states
 
-    def wire_bytes(abstract_params, axis_size):
-        return sum(reducer.wire_bytes(group, axis_size) for group in split_by_group(abstract_params))
-
-    return Reducer(reducer.name, init, wire_bytes, transmit)
+    def wire_bytes(self, abstract_params: Sequence[PyTree], axis_size: int) -> int:
+        return sum(self.reducer.wire_bytes(group, axis_size) for group in self.split(abstract_params))
 
 
 # From gradient trees to lists of real arrays that are wide enough to be summed, and back.

@@ -1,13 +1,16 @@
 """`top_k`: send only the largest entries, as pairs of index and value."""
 
+import dataclasses
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from shardopt.core._arguments import check_is_number
+from shardopt.core._arguments import check_is_number, check_number
 from shardopt.core._errors import calling, format_error
+from shardopt.core._types import PyTree
 from shardopt.reducers._axis import AxisName, all_gather_packed
 from shardopt.reducers._axis import axis_size as size_of
 from shardopt.reducers._device_state import ErrorFeedback
@@ -78,68 +81,77 @@ def top_k(density: float = 0.01, *, momentum: float = 0.0) -> Reducer:
       Lin et al., "Deep Gradient Compression", 2018, section 3.1 (momentum correction) and 3.2 (factor masking).
     """
     check_is_number("density", density)
-    check_is_number("momentum", momentum)
+    check_number("momentum", momentum, below=1)
     if not 0 < density <= 1:
         fix = "use 1 to send everything, 0.01 to send one entry in a hundred."
         raise ValueError(format_error("top_k", f"density must be above 0 and at most 1, got {density}.", fix=fix))
-    if not 0 <= momentum < 1:
-        raise ValueError(format_error("top_k", f"momentum must be at least 0 and below 1, got {momentum}."))
+    functions = _TopK(density, momentum)
     has_momentum = momentum > 0
+    return make_reducer(
+        f"top_k(density={density:g}, momentum={momentum:g})" if has_momentum else f"top_k(density={density:g})",
+        init=functions.init,
+        send=functions.send,
+        count_bytes=functions.count_bytes,
+        correct_momentum=functions.correct_momentum if has_momentum else None,
+        codec=MessageCodec(functions.write, _read_entries),
+    )
 
-    def init(params):
-        return TopKState(ErrorFeedback(zeros_like(params))) if has_momentum else ()
 
-    def correct_momentum(values, state):
+@dataclasses.dataclass(frozen=True)
+class _TopK:
+    """The functions of `top_k`, over lists of real arrays; the arguments are as in `make_reducer`."""
+
+    density: float
+    momentum: float
+
+    def init(self, params: PyTree) -> PyTree:
+        return TopKState(ErrorFeedback(zeros_like(params))) if self.momentum else ()
+
+    def correct_momentum(self, values: Values, state: TopKState) -> tuple[Values, TopKState]:
         leaves, treedef = jax.tree.flatten(state.velocity.value)
-        velocity = [momentum * u + g for u, g in zip(widen(leaves), values, strict=True)]
+        velocity = [self.momentum * u + g for u, g in zip(widen(leaves), values, strict=True)]
         new_leaves = narrow(velocity, [leaf.dtype for leaf in leaves])
         return velocity, TopKState(ErrorFeedback(treedef.unflatten(new_leaves)))
 
-    def send(values, dtypes, state, axis_name):
-        sent_indices = [_largest_indices(value.reshape(-1), density) for value in values]
+    def send(self, values: Values, dtypes: Dtypes, state: PyTree, axis_name: AxisName) -> tuple[Values, Values, PyTree]:
+        sent_indices = self._indices(values)
         means, sent_entries = _mean_of_entries(values, sent_indices, dtypes, axis_name)
         residuals = [
             value.reshape(-1).at[indices].add(-entries).reshape(value.shape)
             for value, indices, entries in zip(values, sent_indices, sent_entries, strict=True)
         ]
-        if has_momentum:
-            state = _clear_sent_velocity(state, sent_indices)
-        return means, residuals, state
+        return means, residuals, self._cleared(state, sent_indices)
 
-    def write(values, dtypes, state):
-        sent_indices = [_largest_indices(value.reshape(-1), density) for value in values]
+    def write(self, values: Values, dtypes: Dtypes, state: PyTree) -> tuple[PyTree, PyTree]:
+        sent_indices = self._indices(values)
         message = [
             (indices.astype(jnp.uint32), value.reshape(-1)[indices].astype(dtype))
             for value, indices, dtype in zip(values, sent_indices, dtypes, strict=True)
         ]
-        return message, _clear_sent_velocity(state, sent_indices) if has_momentum else state
+        return message, self._cleared(state, sent_indices)
 
-    def read(message, shapes, dtypes):
-        return [
-            jnp.zeros(shape.size, shape.dtype)
-            .at[indices]
-            .set(entries.astype(shape.dtype), unique_indices=True)
-            .reshape(shape.shape)
-            for (indices, entries), shape in zip(message, shapes, strict=True)
-        ]
-
-    def count_bytes(params, axis_size):
+    def count_bytes(self, params: PyTree, axis_size: int) -> int:
         message_bytes = 0
         for leaf in jax.tree.leaves(params):
             pair_bytes = 4 + real_dtype(leaf.dtype).itemsize
-            message_bytes += num_sent(math.prod(real_shape(leaf)), density) * pair_bytes
+            message_bytes += num_sent(math.prod(real_shape(leaf)), self.density) * pair_bytes
         return (axis_size - 1) * message_bytes
 
-    name = f"top_k(density={density:g})" if not has_momentum else f"top_k(density={density:g}, momentum={momentum:g})"
-    codec = MessageCodec(write, read)
-    return make_reducer(
-        name,
-        init=init,
-        send=send,
-        count_bytes=count_bytes,
-        correct_momentum=correct_momentum if has_momentum else None,
-        codec=codec,
-    )
+    def _indices(self, values: Values) -> list[jax.Array]:
+        return [_largest_indices(value.reshape(-1), self.density) for value in values]
+
+    def _cleared(self, state: PyTree, sent_indices: list[jax.Array]) -> PyTree:
+        return _clear_sent_velocity(state, sent_indices) if self.momentum else state
+
+
+def _read_entries(message: PyTree, shapes: Sequence[Any], dtypes: Dtypes) -> Values:
+    return [
+        jnp.zeros(shape.size, shape.dtype)
+        .at[indices]
+        .set(entries.astype(shape.dtype), unique_indices=True)
+        .reshape(shape.shape)
+        for (indices, entries), shape in zip(message, shapes, strict=True)
+    ]
 
 
 def num_sent(size: int, density: float) -> int:

@@ -1,7 +1,9 @@
 """A block that gathers its weights when it runs, in the forward pass and again in the backward pass."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +12,8 @@ from jax.extend.core import jaxpr_as_fun
 from shardopt.core._block_model import BlockModel, call
 from shardopt.core._block_remat import checkpointed
 from shardopt.core._errors import format_error
-from shardopt.core._types import PyTree, abstract
-from shardopt.remat._split_backward import Arrays, Passes, Shapes, floating, replaced, split_backward
+from shardopt.core._types import PyTree, abstract, replaced
+from shardopt.remat._split_backward import Arrays, Passes, Shapes, floating, split_backward
 
 
 def gathered_block(caller: str, model: BlockModel, gather: Callable[[PyTree], PyTree]) -> Callable[..., PyTree]:
@@ -51,35 +53,50 @@ def min_cut_remat(f: Callable[[Arrays, Arrays], Arrays], arguments: Arrays, x: A
       arguments: weights, indices, keys.
       x: the input.
     """
-    trained, differentiable = floating(arguments), floating(x)
-    argument_shapes, x_shapes = abstract((arguments, x))
-
     # Trace now, while the stack contains the user's lines: the stack of the differentiation does not. A copy of the
     # trace keeps the source lines.
-    traced = jax.make_jaxpr(f)(arguments, x)
+    functions = _MinCut(jax.make_jaxpr(f)(arguments, x), *abstract((arguments, x)))
+    run = jax.custom_vjp(functions.copy)
+    run.defvjp(functions.forward, functions.backward)
+    return run(arguments, x)
 
-    def copy(arguments: Arrays, x: Arrays) -> Arrays:
-        return jaxpr_as_fun(traced)(*arguments, *x)
 
-    @functools.cache
-    def passes() -> Passes:
-        return split_backward(copy, argument_shapes, x_shapes, trained=trained)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _MinCut:
+    """The functions of `min_cut_remat`.
 
-    def forward(arguments: Arrays, x: Arrays) -> tuple[Arrays, tuple[Arrays, Arrays]]:
-        y, residuals = passes().forward(arguments, x)
+    Attributes:
+      traced: the jaxpr of f.
+      arguments: the shapes of the arguments of f.
+      x: the shapes of its input.
+    """
+
+    traced: Any
+    arguments: Shapes
+    x: Shapes
+
+    @functools.cached_property
+    def passes(self) -> Passes:
+        """The passes, split when the function is differentiated."""
+        return split_backward(self.copy, self.arguments, self.x, trained=floating(self.arguments))
+
+    def copy(self, arguments: Arrays, x: Arrays) -> Arrays:
+        return jaxpr_as_fun(self.traced)(*arguments, *x)
+
+    def forward(self, arguments: Arrays, x: Arrays) -> tuple[Arrays, tuple[Arrays, Arrays]]:
+        y, residuals = self.passes.forward(arguments, x)
         return y, (arguments, residuals)
 
-    def backward(saved: tuple[Arrays, Arrays], dy: Arrays) -> tuple[list[jax.Array | None], list[jax.Array | None]]:
+    def backward(
+        self, saved: tuple[Arrays, Arrays], dy: Arrays
+    ) -> tuple[list[jax.Array | None], list[jax.Array | None]]:
         arguments, residuals = saved
+        trained, differentiable = floating(self.arguments), floating(self.x)
         dy = [dy[i] for i in differentiable]
         # Without the barrier, a compiler that sees both passes would keep the gathered weights of the forward pass.
         weights, dy = jax.lax.optimization_barrier(([arguments[i] for i in trained], dy))
-        dx, dw = passes().both(replaced(arguments, trained, weights), residuals, dy)
-        return replaced([None] * len(arguments), trained, dw), replaced([None] * len(x_shapes), differentiable, dx)
-
-    run = jax.custom_vjp(copy)
-    run.defvjp(forward, backward)
-    return run(arguments, x)
+        dx, dw = self.passes.both(replaced(arguments, trained, weights), residuals, dy)
+        return replaced([None] * len(arguments), trained, dw), replaced([None] * len(self.x), differentiable, dx)
 
 
 def leaves_like(caller: str, shapes: Shapes, treedef: PyTree, y: PyTree) -> Arrays:

@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.core
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from shardopt.core._types import abstract
+from shardopt.core._types import abstract, replaced
 from shardopt.remat._transposed_products import without_transposes
 from shardopt.trace._jaxprs import CHECKPOINTS
 from shardopt.trace._parts import (
@@ -30,7 +30,6 @@ from shardopt.trace._parts import (
 from shardopt.trace._primitives import ARITHMETIC
 
 Shapes = Sequence[jax.Array | jax.ShapeDtypeStruct]
-T = TypeVar("T")
 
 
 class Passes(NamedTuple):
@@ -122,14 +121,6 @@ def rematerialised(passes: Passes, x: Shapes) -> Passes:
 def floating(leaves: Shapes) -> list[int]:
     """Return the indices of the leaves that have gradients: those with a floating dtype."""
     return [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-
-
-def replaced(leaves: Sequence[T], positions: Sequence[int], new_leaves: Sequence[T]) -> list[T]:
-    """Return the leaves with `new_leaves` at the indices `positions`."""
-    result = list(leaves)
-    for i, leaf in zip(positions, new_leaves, strict=True):
-        result[i] = leaf
-    return result
 
 
 def _cut(closed: jex.ClosedJaxpr, num_arguments: int, num_x: int, num_trained: int) -> Passes:

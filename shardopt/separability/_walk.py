@@ -34,37 +34,6 @@ CALLS = frozenset(["pjit", "jit", "closed_call", "core_call", "remat", "named_ca
 CUSTOM = frozenset(["custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"])
 
 
-def prove(
-    whole_jaxpr: Any,
-    piece_jaxpr: Any,
-    relations: Sequence[Relation],
-    *,
-    num_pieces: int,
-    row_axes: frozenset[str] = frozenset(),
-    other_axes: frozenset[str] = frozenset(),
-    positions: bool = False,
-    training: bool = False,
-) -> list[Relation]:
-    """Return the relations of the results of a loss.
-
-    Args:
-      whole_jaxpr: the trace of the loss on the whole batch.
-      piece_jaxpr: the trace of the loss on one of n equal pieces.
-      relations: the relations of the arguments.
-      num_pieces: n.
-      row_axes: the mesh axes that the pieces are spread over.
-      other_axes: mesh axes that divide the work of every piece in the same way.
-      positions: whether the pieces are pieces of sequences.
-      training: whether the loss is differentiated.
-
-    Raises:
-      DifferentTracesError: if the traces do not have the same equations.
-    """
-    return relate_jaxprs(
-        Proof(relate_jaxprs, num_pieces, row_axes, other_axes, positions, training), whole_jaxpr, piece_jaxpr, relations
-    )
-
-
 def relate_jaxprs(proof: Proof, whole_jaxpr: Any, piece_jaxpr: Any, relations: Sequence[Relation]) -> list[Relation]:
     """Return the relations of the results of two traces of one function.
 

@@ -1,7 +1,6 @@
 """Build a strategy: from a config to `init`, `step` and the other functions of a `ShardedOptimizer`."""
 
 import dataclasses
-import sys
 from collections.abc import Callable
 
 import jax
@@ -25,6 +24,7 @@ from shardopt.step._cache import LayoutCache, limit_in_flight
 from shardopt.step._compile import AotCompiled, make_program
 from shardopt.step._inputs import (
     check_batch,
+    check_not_traced,
     check_params,
     check_placement,
     check_state,
@@ -33,7 +33,7 @@ from shardopt.step._inputs import (
     place_batch,
     typed_key,
 )
-from shardopt.step._optimizer import Metrics, ShardedOptimizer, not_a_transformation
+from shardopt.step._optimizer import Metrics, ShardedOptimizer
 from shardopt.step._step import CompiledStep, Program, compile_step
 
 StepCache = LayoutCache[CompiledStep]
@@ -108,10 +108,7 @@ class StrategyFunctions:
 
     def init(self, params: PyTree, rng: jax.Array | None = None) -> TrainState:
         """Create the train state, sharded, from parameters or from `init_fn(rng)`; `rng` also seeds the steps."""
-        # optax.chain and flax's TrainState call `init` as soon as they have parameters, and `update` only with gradients.
-        # The frame between is that of `api_boundary`.
-        if sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] in ("optax", "flax"):
-            raise not_a_transformation(self.config.strategy)
+        check_not_traced(self.config, params, rng)
         with jax.transfer_guard("allow"):  # init must copy parameters to devices
             return self.make_state(params, rng)
 

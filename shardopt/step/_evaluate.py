@@ -10,12 +10,13 @@ from jax.sharding import PartitionSpec
 from shardopt.collectives import per_device
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
+from shardopt.core._trace_context import RowContext
 from shardopt.core._types import PyTree, TrainState
 from shardopt.losses._batch_dims import map_rows, num_rows
 from shardopt.losses._global_view import global_totals
 from shardopt.losses._metrics import neutral, of_rows
 from shardopt.losses._parts import LossParts
-from shardopt.losses._rows import RowContext, with_rows
+from shardopt.losses._rows import with_rows
 from shardopt.losses._sums import sum_parts
 from shardopt.losses._view import Views
 from shardopt.step._batches import as_arrays

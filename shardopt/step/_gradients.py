@@ -1,5 +1,6 @@
 """The per-device view: differentiate the loss of each micro-batch, and reduce the gradient once."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -141,34 +142,58 @@ def micro_batch_gradients(
 
     If the placement shards gradients, they are reduce-scattered over data already.
     """
-    trained_indices = [i for i, plan in enumerate(layout.plans) if plan.trainable]
-    plans, pieces, sharded = [layout.plans[i] for i in trained_indices], config.num_pieces, config.placement
+    return _MicroBatches(config, layout, params, batch, step, rng).gradients()
 
-    def objective_of(train_leaves, micro_batch, key, weights):
-        parts = loss_of_rows(config, layout, layout.merge(params, train_leaves), micro_batch, key)
-        if weights is None and isinstance(parts.loss.weight, tuple):  # a single micro-batch has all weights
-            weights = all_reduce(jax.lax.stop_gradient(parts.loss.weight), config.axes.summed)
-        return objective(parts.loss, pieces, weights), parts
 
-    def run_micro_batch(micro_batch, index, weights=None):
-        key = step_key(config, step, rng, index)
-        grads, parts = jax.grad(objective_of, has_aux=True)(
-            [params[i] for i in trained_indices], micro_batch, key, weights
-        )
+def micro_batch_losses(
+    config: StrategyConfig, layout: Layout, params: list[jax.Array], batch: PyTree, step: jax.Array, rng: jax.Array
+) -> LossParts:
+    """Return the parts of the local loss, [micro_batches, ...]; without keys if rng is None."""
+    return _MicroBatches(config, layout, params, batch, step, rng).losses()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _MicroBatches:
+    """The micro-batches of one device in one step; `params` are all leaves, as they are placed."""
+
+    config: StrategyConfig
+    layout: Layout
+    params: list[jax.Array]
+    batch: PyTree
+    step: jax.Array
+    rng: jax.Array | None
+
+    def gradients(self) -> tuple[list[jax.Array], LossParts]:
+        # Without the constraint, the partitioner would replicate the accumulators over tensor.
+        constrain_sums = lambda sums: constrain_tensor(sums, [plan.tensor for plan in self.layout.trained])  # noqa: E731
+        count, cut_rows = self.config.loss.micro_batches, functools.partial(cut, self.config)
+        return accumulate(self.run, self.batch, count, constrain_sums, self.sum_weights, cut_rows)
+
+    def run(self, micro_batch, index, weights=None):
+        config, sharded = self.config, self.config.placement
+        trained = self.layout.trained_leaves(self.params)
+        grads, parts = jax.grad(self.objective, has_aux=True)(trained, micro_batch, self.key(index), weights)
         if sharded.grads and not sharded.params:
-            grads = reduce_scatter_grads(config.wire, grads, plans)
+            grads = reduce_scatter_grads(config.wire, grads, self.layout.trained)
         return _keep_in_loop(grads) if sharded.grads and config.loss.micro_batches > 1 else grads, parts
 
-    # Without the constraint, the partitioner would replicate the accumulators over tensor.
-    def constrain_sums(sums):
-        return constrain_tensor(sums, [plan.tensor for plan in plans])
+    def objective(self, trained, micro_batch, key, weights):
+        params = self.layout.merge(self.params, trained)
+        parts = loss_of_rows(self.config, self.layout, params, micro_batch, key)
+        if weights is None and isinstance(parts.loss.weight, tuple):  # a single micro-batch has all weights
+            weights = all_reduce(jax.lax.stop_gradient(parts.loss.weight), self.config.axes.summed)
+        return objective(parts.loss, self.config.num_pieces, weights), parts
 
-    def sum_weights():
-        weights = micro_batch_losses(config, layout, params, batch, step, rng).loss.weight
-        return all_reduce([x.sum(0) for x in weights], config.axes.summed)
+    def sum_weights(self) -> list[jax.Array]:
+        return all_reduce([x.sum(0) for x in self.losses().loss.weight], self.config.axes.summed)
 
-    cut_rows = functools.partial(cut, config)
-    return accumulate(run_micro_batch, batch, config.loss.micro_batches, constrain_sums, sum_weights, cut_rows)
+    def losses(self) -> LossParts:
+        config, tree = self.config, self.layout.treedef.unflatten(self.params)
+        run = lambda rows, index: loss_of_rows(config, self.layout, tree, rows, self.key(index))  # noqa: E731
+        return parts_of_micro_batches(run, self.batch, config.loss.micro_batches, functools.partial(cut, config))
+
+    def key(self, index: jax.Array) -> jax.Array | None:
+        return None if self.rng is None else step_key(self.config, self.step, self.rng, index)
 
 
 def _keep_in_loop(grads: list[jax.Array]) -> list[jax.Array]:
@@ -179,16 +204,3 @@ def _keep_in_loop(grads: list[jax.Array]) -> list[jax.Array]:
     """
     on_tpu = (device_kind() or "").startswith("TPU")
     return [jax.lax.optimization_barrier(grad) for grad in grads] if on_tpu else grads
-
-
-def micro_batch_losses(
-    config: StrategyConfig, layout: Layout, params: list[jax.Array], batch: PyTree, step: jax.Array, rng: jax.Array
-) -> LossParts:
-    """Return the parts of the local loss, [micro_batches, ...]; without keys if rng is None."""
-    tree = layout.treedef.unflatten(params)
-
-    def run_micro_batch(micro_batch, index):
-        key = None if rng is None else step_key(config, step, rng, index)
-        return loss_of_rows(config, layout, tree, micro_batch, key)
-
-    return parts_of_micro_batches(run_micro_batch, batch, config.loss.micro_batches, functools.partial(cut, config))

@@ -72,6 +72,14 @@ def check_keys(params: PyTree, frozen: Sequence[str] | None = None) -> None:
         raise ValueError(error_text(problem, trained_keys, fix))
 
 
+def check_not_traced(config: StrategyConfig, params: PyTree, rng: jax.Array | None) -> None:
+    """Refuse, by a TypeError, to begin under a trace: `init` compiles programs, and another optimizer may not call it."""
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, rng))):
+        problem = "init was called under a trace, where arrays have no values."
+        fix = "call init outside of jax.jit; inside of another optimizer put the optax optimizer itself, opt.wrapped."
+        raise TypeError(format_error(config.strategy, problem, fix=fix))
+
+
 def check_state(config: StrategyConfig, state: TrainState) -> None:
     """Refuse a value that is not a live train state.
 

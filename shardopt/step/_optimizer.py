@@ -105,12 +105,19 @@ class ShardedOptimizer(NamedTuple):
     config: StrategyConfig
 
     def update(self, *_: PyTree, **__: PyTree) -> NoReturn:
-        """Refuse to be used as an optax transformation; `init` does the same if optax or flax calls it.
+        """Refuse to be used as an optax transformation: in `optax.chain`, `optax.MultiSteps` or flax's `TrainState`.
 
         Raises:
           TypeError: always.
         """
-        raise not_a_transformation(self.config.strategy)
+        strategy = self.config.strategy
+        problem = f"so.{strategy} returns no optax transformation: its step takes a batch, not gradients."
+        fix = (
+            f"put what is of optax inside, so.{strategy}(optax.chain(clip, tx), ...), and train with state, metrics = "
+            "opt.step(state, batch), which computes gradients itself; flax's TrainState becomes one of these by "
+            "so.adopt(opt, state), made with tx=opt.wrapped."
+        )
+        raise TypeError(format_error(strategy, problem, fix=fix))
 
     @property
     def world_size(self) -> int:
@@ -129,14 +136,3 @@ def check_is_strategy(opt: object) -> None:
     if not isinstance(opt, ShardedOptimizer):
         problem = f"opt must be a so.ShardedOptimizer, got {type(opt).__name__}."
         raise TypeError(error_text(problem, fix="pass what so.ddp, so.zero, so.fsdp or so.hybrid returns."))
-
-
-def not_a_transformation(strategy: str) -> TypeError:
-    """Return the error for a `ShardedOptimizer` in `optax.chain`, `optax.MultiSteps` or flax's `TrainState.create`."""
-    problem = f"so.{strategy} returns no optax transformation: its step takes a batch, not gradients."
-    fix = (
-        f"put what is of optax inside, so.{strategy}(optax.chain(clip, tx), ...), and train with state, metrics = "
-        "opt.step(state, batch), which computes gradients itself; flax's TrainState becomes one of these by "
-        "so.adopt(opt, state), made with tx=opt.wrapped."
-    )
-    return TypeError(format_error(strategy, problem, fix=fix))

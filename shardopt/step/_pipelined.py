@@ -12,7 +12,7 @@ from shardopt.config._layout import Layout
 from shardopt.core._block_model import BLOCKS, BlockModel, as_block_model, call
 from shardopt.core._block_remat import checkpointed
 from shardopt.core._errors import format_error
-from shardopt.core._types import PyTree
+from shardopt.core._types import PyTree, replaced
 from shardopt.losses._batch_dims import num_rows
 from shardopt.losses._loss import all_gather_leaves, step_key
 from shardopt.losses._parts import LossParts, loss_parts
@@ -23,10 +23,10 @@ from shardopt.pipeline import Schedule
 from shardopt.pipeline import _messages as messages
 from shardopt.pipeline import _uneven as uneven
 from shardopt.pipeline._cut import is_even
-from shardopt.pipeline._executor import execute, forward_only
+from shardopt.pipeline._executor import SumSpecs, execute, forward_only
 from shardopt.pipeline._messages import Index
 from shardopt.remat._gathered_block import leaves_like
-from shardopt.remat._split_backward import floating, replaced
+from shardopt.remat._split_backward import floating
 from shardopt.trace._parts import Arrays
 
 
@@ -55,8 +55,7 @@ def pipelined_gradients(
         _stage_weights(config, layout, schedule, params),
         layout.counts,
         remat=config.loss.remat,
-        block_specs=[layout.plans[i].tensor for i in trained_blocks],
-        outer_specs=[layout.plans[i].tensor for i in trained_outer],
+        specs=SumSpecs(*([layout.plans[i].tensor for i in indices] for indices in (trained_blocks, trained_outer))),
     )
     block_grads = [g.astype(layout.plans[i].dtype) for i, g in zip(trained_blocks, sums.blocks, strict=True)]
     if config.gathers_once:
@@ -73,7 +72,7 @@ def stored_order(schedule: Schedule, layout: Layout, grads: list[jax.Array]) -> 
     """Return reduced gradients in the stored order of blocks, which is the model's order."""
     plans = layout.trained
     blocks = [i for i, plan in enumerate(plans) if plan.stacked]
-    result, block_grads = list(grads), [grads[i] for i in blocks]
+    block_grads = [grads[i] for i in blocks]
     tensor_specs = [plans[i].tensor for i in blocks]
     if is_even(layout.counts):
         ordered_grads = messages.to_model(schedule, block_grads, tensor_specs)
@@ -81,9 +80,7 @@ def stored_order(schedule: Schedule, layout: Layout, grads: list[jax.Array]) -> 
         ordered_grads = uneven.to_model(
             schedule, layout.counts, block_grads, [plans[i].spread for i in blocks], tensor_specs
         )
-    for i, grad in zip(blocks, ordered_grads, strict=True):
-        result[i] = grad
-    return result
+    return replaced(grads, blocks, ordered_grads)
 
 
 def pipelined_losses(

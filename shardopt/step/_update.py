@@ -5,7 +5,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
 
 from shardopt.collectives import BUCKET_BYTES, LeafWire, all_gather, all_reduce, per_device
 from shardopt.config._config import StrategyConfig
@@ -70,15 +69,7 @@ def all_gather_params(config: StrategyConfig, layout: Layout, params: PyTree) ->
     """
     axes, sharded = config.axes, config.placement
     if sharded.opt_state and not sharded.params:
-        num_stacked = len(axes.stacked)
-        wires = [
-            LeafWire(
-                None if plan.dim is None else plan.dim + num_stacked,
-                PartitionSpec(*[None] * num_stacked, *plan.tensor),
-                plan.axes,
-            )
-            for plan in layout.trained
-        ]
+        wires = [LeafWire(plan.dim, plan.tensor, plan.axes).stacked(len(axes.stacked)) for plan in layout.trained]
         run = per_device(
             lambda leaves: all_gather(leaves, wires, bucket_bytes=BUCKET_BYTES),
             config.mesh,

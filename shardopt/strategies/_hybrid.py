@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from shardopt.config._config import PLACEMENTS, configure
 from shardopt.config._options import HybridOptions
 from shardopt.config._user_mesh import read_mesh
-from shardopt.core._arguments import check_count
+from shardopt.core._arguments import check_choice, check_count, check_flag
 from shardopt.core._block_model import BlockModel, as_block_model
 from shardopt.core._errors import error_text, plural
 from shardopt.pipeline import Schedule, schedules
@@ -128,16 +128,11 @@ def hybrid(
     if blocks is None:
         problem = f"model must be a BlockModel, whose blocks are cut into stages, got {type(model).__name__}."
         raise TypeError(error_text(problem, fix="use so.BlockModel(embed, block, loss), or so.fsdp for any loss."))
-    fix = f"use one of {', '.join(map(repr, PLACEMENTS))}."
-    if not isinstance(placement, str):
-        raise TypeError(error_text(f"placement must be a string, got {placement!r}.", fix=fix))
-    if placement not in PLACEMENTS:
-        raise ValueError(error_text(f"unknown placement {placement!r}.", fix=fix))
+    check_choice("placement", placement, PLACEMENTS, f"use one of {', '.join(map(repr, PLACEMENTS))}.")
     if options.get("gather_dtype") is not None and not PLACEMENTS[placement].params:
         problem = f"gather_dtype is for placements that gather parameters, not for {placement!r}."
         raise ValueError(error_text(problem, fix="use placement='fsdp', or leave gather_dtype out."))
-    if not isinstance(regather, bool):
-        raise TypeError(error_text(f"regather must be True or False, got {regather!r}."))
+    check_flag("regather", regather)
     if not regather and not PLACEMENTS[placement].params:
         problem = f"regather=False is for placements that gather parameters, not for {placement!r}."
         raise ValueError(error_text(problem, fix="use placement='fsdp', or leave regather out."))

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from shardopt.checkpoint._checkpoints import Checkpoints
-from shardopt.core._arguments import check_count
+from shardopt.core._arguments import check_count, check_flag
 from shardopt.core._early_stopping import EarlyStopping, best, check_metric, out_of_patience, update
 from shardopt.core._errors import calling, format_error, plural
 from shardopt.core._tracebacks import api_boundary
@@ -37,7 +37,7 @@ from shardopt.training._resume import (
     pack,
     step_of,
 )
-from shardopt.training._tolerance import Tolerance
+from shardopt.training._tolerance import tolerated
 
 
 class FitResult(NamedTuple):
@@ -160,8 +160,7 @@ def fit(
     _check_evaluate(evaluate, evaluate_every, early_stopping)
     _check_checkpoints(checkpoints)
     as_loggers(log)
-    if not isinstance(progress, bool):
-        raise TypeError(f"fit: progress must be True or False, got {progress!r}.")
+    check_flag("progress", progress)
     scheduled_every = checkpoints.every if evaluate_every is None and checkpoints is not None else evaluate_every
     _check_rounds(opt, num_steps, evaluate, scheduled_every, early_stopping)
 
@@ -216,7 +215,6 @@ class _Run:
             self.opt, state, self.stream, self.early_stopping, self.checkpoints, self.display.say
         )
         self.step, self.local_updates = int(jax.device_get(self.state.step)), self.opt.config.local_updates is not None
-        self.tolerance = Tolerance(self.opt.wrapped, self.state.opt_state)
         self.saved_step = None if self.checkpoints is None else self.checkpoints.latest()
         self.evaluation_metrics: dict[str, float] = {}
         self.display.advance(self.step)
@@ -251,7 +249,7 @@ class _Run:
             device_metrics,
             examples=num_rows(self.opt.config, batch),
             reported=self.logging,
-            tolerated=self.tolerance(self.state.opt_state),
+            tolerated=tolerated(self.state),
         )
         self.ledger.enter("log")
         if previous_report is not None:

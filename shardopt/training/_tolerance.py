@@ -1,55 +1,37 @@
 """Find the steps that the optimizer skipped (`optax.apply_if_finite`, `skip_anomalies`); their loss may be NaN or infinite."""
 
-from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from shardopt.config._transformation import closed_over, functions_within
-from shardopt.core._types import PyTree
+from shardopt.core._types import PyTree, TrainState
+from shardopt.local_updates._state import Replicas
 from shardopt.transforms._skip_anomalies import SkipAnomaliesState
 
+_State = TypeVar("_State")
 
-class Tolerance:
-    """`tolerance(opt_state)`: whether the last update was skipped and allowed, as a boolean on the device.
 
-    A step is tolerated if the gradient was not finite and at most `max_consecutive_errors` such steps came in a row.
-    For such a step `apply_if_finite` leaves parameters and state unchanged. After more such steps it applies the
-    gradient. A step that `skip_anomalies` skipped is tolerated until more than `max_in_a_row` in a row were not finite.
+def tolerated(state: TrainState) -> jax.Array | None:
+    """Return whether the last update was skipped, as a boolean on the device; None if the optimizer never skips one.
 
-    Args:
-      tx: the optimizer.
-      opt_state: its state, as the strategy holds it.
+    A step that `skip_anomalies` skipped is tolerated until more than `max_in_a_row` in a row were not finite.
+    `apply_if_finite` skips a gradient that is not finite, but applies it after `max_consecutive_errors` in a row. Its
+    state does not say whether it did. The parameters do: a gradient that was applied leaves NaN in them.
     """
-
-    def __init__(self, tx: optax.GradientTransformation, opt_state: PyTree):
-        limits = [_limit_of(function) for function in functions_within(tx)]
-        known_limits = [limit for limit in limits if limit is not None]
-        leaves = jax.tree_util.tree_leaves_with_path(opt_state)
-        leaf_indices: dict[str, list[int]] = {"notfinite_count": [], "last_finite": []}
-        if known_limits:
-            for index, (path, _) in enumerate(leaves):
-                name = getattr(path[-1], "name", "")
-                if name in leaf_indices:
-                    leaf_indices[name].append(index)
-        # The strictest of several limits: the state does not say which limit belongs to which transformation.
-        self._limit = min(known_limits, default=0)
-        self._counts, self._finite = leaf_indices["notfinite_count"], leaf_indices["last_finite"]
-
-    def __call__(self, opt_state: PyTree) -> jax.Array | None:
-        """Return whether the step that made this state is tolerated; None if the optimizer never skips a step."""
-        if anomaly_states := states_of_anomalies(opt_state):
-            return _is_skipped([(state.skipped, state.hopeless) for state in anomaly_states])
-        if not self._finite:
-            return None
-        leaves = jax.tree.leaves(opt_state)
-        return _is_tolerated([leaves[i] for i in self._counts], [leaves[i] for i in self._finite], self._limit)
+    if anomaly_states := states_of(SkipAnomaliesState, state.opt_state):
+        return _is_skipped([(anomalies.skipped, anomalies.hopeless) for anomalies in anomaly_states])
+    finite = [finite_state.last_finite for finite_state in states_of(optax.ApplyIfFiniteState, state.opt_state)]
+    if not finite:
+        return None
+    replicas = state.opt_state.params if isinstance(state.opt_state, Replicas) else ()
+    return _is_harmless(finite, (state.params, replicas))
 
 
-def states_of_anomalies(opt_state: PyTree) -> list[SkipAnomaliesState]:
-    """Return the states of `skip_anomalies` in the state of an optimizer."""
-    is_state = lambda node: isinstance(node, SkipAnomaliesState)  # noqa: E731
+def states_of(kind: type[_State], opt_state: PyTree) -> list[_State]:
+    """Return the states of one transformation in the state of an optimizer, by their type."""
+    is_state = lambda node: isinstance(node, kind)  # noqa: E731
     return [node for node in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(node)]
 
 
@@ -60,14 +42,8 @@ def _is_skipped(flags: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
 
 
 @jax.jit
-def _is_tolerated(counts: list[jax.Array], finite: list[jax.Array], limit: int) -> jax.Array:
-    skipped = jnp.stack([jnp.any(~is_finite) for is_finite in finite]).any()
-    return skipped & jnp.stack([jnp.all(count <= limit) for count in counts]).all()
-
-
-def _limit_of(function: Callable[..., object]) -> int | None:
-    """Return `max_consecutive_errors` if this is the update of `optax.apply_if_finite`, else None."""
-    names = function.__code__.co_freevars
-    if not function.__qualname__.startswith("apply_if_finite.") or "max_consecutive_errors" not in names:
-        return None
-    return int(closed_over(function)[names.index("max_consecutive_errors")])
+def _is_harmless(finite: list[jax.Array], params: PyTree) -> jax.Array:
+    """Return whether a gradient was not finite, and no parameter is NaN; parameters are read only after such a gradient."""
+    leaves = [leaf for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    no_nan = lambda: ~jnp.stack([jnp.isnan(leaf).any() for leaf in leaves]).any()  # noqa: E731
+    return jax.lax.cond(jnp.stack([jnp.any(~flag) for flag in finite]).any(), no_nan, lambda: jnp.zeros((), bool))

@@ -66,31 +66,43 @@ def accumulate(inner: optax.GradientTransformation, every: int) -> optax.Gradien
     tx = check_transformation("inner", inner)
     check_count("every", every, allow_array=True)
 
-    @calling("accumulate")
-    def init(params):
-        check_leaves(params)
-        return AccumulateState(jnp.zeros((), jnp.int32), PerDevice(zeros_like(params)), tx.init(params))
+    functions = _Accumulate(tx, every)
+    return optax.GradientTransformationExtraArgs(functions.init, functions.update)
+
+
+class _Accumulate(NamedTuple):
+    """The functions of `accumulate`, with its arguments."""
+
+    tx: optax.GradientTransformationExtraArgs
+    every: int | jax.Array
 
     @calling("accumulate")
-    def update(updates, state, params=None, **extra_args: PyTree):
+    def init(self, params: PyTree) -> AccumulateState:
+        check_leaves(params)
+        return AccumulateState(jnp.zeros((), jnp.int32), PerDevice(zeros_like(params)), self.tx.init(params))
+
+    @calling("accumulate")
+    def update(
+        self, updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree
+    ) -> tuple[PyTree, AccumulateState]:
         check_leaves(updates)
         check_alike("the parameters that init saw", updates, state.total.value)
         total = jax.tree.map(lambda old_sum, g: old_sum + g.astype(old_sum.dtype), state.total.value, updates)
 
         def step(total, inner_state):
-            mean = jax.tree.map(lambda x, g: (x / jnp.asarray(every, x.real.dtype)).astype(g.dtype), total, updates)
-            inner_updates, inner_state = tx.update(mean, inner_state, params, **extra_args)
+            mean = jax.tree.map(
+                lambda x, g: (x / jnp.asarray(self.every, x.real.dtype)).astype(g.dtype), total, updates
+            )
+            inner_updates, inner_state = self.tx.update(mean, inner_state, params, **extra_args)
             return inner_updates, jax.tree.map(jnp.zeros_like, total), inner_state
 
         def wait(total, inner_state):
             shapes = jax.eval_shape(step, total, inner_state)[0]
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), total, inner_state
 
-        if isinstance(every, int) and every == 1:
+        if isinstance(self.every, int) and self.every == 1:
             inner_updates, total, inner_state = step(total, state.inner)
         else:
-            is_last = state.mini_step + 1 >= every
+            is_last = state.mini_step + 1 >= self.every
             inner_updates, total, inner_state = agreeing_cond(is_last, step, wait, total, state.inner)
-        return inner_updates, AccumulateState((state.mini_step + 1) % every, PerDevice(total), inner_state)
-
-    return optax.GradientTransformationExtraArgs(init, update)
+        return inner_updates, AccumulateState((state.mini_step + 1) % self.every, PerDevice(total), inner_state)

@@ -1,5 +1,6 @@
 """`eight_bit`: store the moments of an optimizer in 8 bits per number, in small blocks that each have a scale."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -109,47 +110,65 @@ def eight_bit(
         if isinstance(names, str) or not all(isinstance(entry, str) for entry in names):
             raise TypeError(f"{CALLER}: {name} must be a sequence of names, got {names!r}.")
 
-    def is_rounded(leaf: jax.Array) -> bool:
-        is_large = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size >= min_elements
-        return is_large and math.prod(tile_of(leaf.shape, block_size)) >= _MIN_BLOCK_SIZE
+    functions = _EightBit(tx, block_size, min_elements, signed, unsigned)
+    return optax.GradientTransformationExtraArgs(functions.init, functions.update)
 
-    def store(state: PyTree, signs: list[bool | None]) -> EightBitState:
-        leaves, treedef = jax.tree.flatten(state)
-        pairs = [
-            (leaf, None) if sign is None else _encoded(leaf, tile_of(leaf.shape, block_size), signed=sign)
-            for leaf, sign in zip(leaves, signs, strict=True)
-        ]
-        return EightBitState(*(treedef.unflatten([pair[i] for pair in pairs]) for i in (0, 1)))
 
-    def signs_of(state: PyTree, params: PyTree) -> list[bool | None]:
-        shapes = {tuple(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-        leaves = jax.tree_util.tree_leaves_with_path(state)
-        return [_sign(path, leaf.shape, shapes, signed, unsigned) for path, leaf in leaves]
+@dataclasses.dataclass(frozen=True)
+class _EightBit:
+    """The functions of `eight_bit`, with its arguments."""
 
-    def init(params):
-        state = tx.init(params)
-        pairs = zip(signs_of(state, params), jax.tree.leaves(state), strict=True)
-        signs = [sign if is_rounded(leaf) else None for sign, leaf in pairs]
+    tx: optax.GradientTransformationExtraArgs
+    block_size: int
+    min_elements: int
+    signed: Sequence[str]
+    unsigned: Sequence[str]
+
+    def init(self, params: PyTree) -> EightBitState:
+        state = self.tx.init(params)
+        pairs = zip(self.signs_of(state, params), jax.tree.leaves(state), strict=True)
+        signs = [sign if self.is_rounded(leaf) else None for sign, leaf in pairs]
         if all(sign is None for sign in signs):
-            problem = f"nothing in the state of inner= is rounded to 8 bits: no leaf of {min_elements} numbers or more."
-            names = ", ".join(map(repr, (*signed, *unsigned)))
+            size = self.min_elements
+            problem = f"nothing in the state of inner= is rounded to 8 bits: no leaf of {size} numbers or more."
+            names = ", ".join(map(repr, (*self.signed, *self.unsigned)))
             fix = f"lower min_elements, or name what to round in signed= or unsigned= (now {names})."
             raise ValueError(format_error(CALLER, problem, fix=fix))
-        return store(state, signs)
+        return self.store(state, signs)
 
-    def update(updates, state, params=None, **extra_args: Any):
+    def update(
+        self, updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, EightBitState]:
         codes, treedef = jax.tree.flatten(state.state)
         scales = treedef.flatten_up_to(state.scales)
-        pairs = zip(signs_of(state.state, updates), scales, strict=True)
+        pairs = zip(self.signs_of(state.state, updates), scales, strict=True)
         signs = [None if scale is None else sign for sign, scale in pairs]
         leaves = [
             leaf if sign is None else _decoded(leaf, scale, signed=sign)
             for leaf, scale, sign in zip(codes, scales, signs, strict=True)
         ]
-        inner_updates, inner_state = tx.update(updates, treedef.unflatten(leaves), params, **extra_args)
-        return inner_updates, store(inner_state, signs)
+        inner_updates, inner_state = self.tx.update(updates, treedef.unflatten(leaves), params, **extra_args)
+        return inner_updates, self.store(inner_state, signs)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def is_rounded(self, leaf: jax.Array) -> bool:
+        """Return whether a moment is large enough to be rounded, and its dims have enough factors of two."""
+        is_large = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size >= self.min_elements
+        return is_large and math.prod(tile_of(leaf.shape, self.block_size)) >= _MIN_BLOCK_SIZE
+
+    def signs_of(self, state: PyTree, params: PyTree) -> list[bool | None]:
+        """Return for each leaf of a state whether it has a sign; None for a leaf that is not rounded."""
+        shapes = {tuple(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+        leaves = jax.tree_util.tree_leaves_with_path(state)
+        return [_sign(path, leaf.shape, shapes, self.signed, self.unsigned) for path, leaf in leaves]
+
+    def store(self, state: PyTree, signs: list[bool | None]) -> EightBitState:
+        """Return the state with codes and scales in place of the leaves that have a sign."""
+        leaves, treedef = jax.tree.flatten(state)
+        pairs = [
+            (leaf, None) if sign is None else _encoded(leaf, tile_of(leaf.shape, self.block_size), signed=sign)
+            for leaf, sign in zip(leaves, signs, strict=True)
+        ]
+        return EightBitState(*(treedef.unflatten([pair[i] for pair in pairs]) for i in (0, 1)))
 
 
 def tile_of(shape: tuple[int, ...], size: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import optax
 from shardopt.collectives._shards import psum_scatter
 from shardopt.core._arguments import check_transformation
 from shardopt.core._errors import calling
-from shardopt.core._types import leaves_with_paths, wide_dtype
+from shardopt.core._types import PyTree, leaves_with_paths, wide_dtype
 from shardopt.reducers import PerDevice
 from shardopt.reducers._axis import (
     AxisName,
@@ -85,38 +85,48 @@ def shard_updates(inner: optax.GradientTransformation, axis_name: AxisName) -> o
       Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.1.
     """
     tx = check_transformation("inner", inner)
-    names = axis_names(axis_name)
+    functions = _ShardUpdates(tx, axis_name, axis_names(axis_name))
+    return optax.GradientTransformationExtraArgs(functions.init, functions.update)
 
-    def shards_of(tree):
-        num_devices, device_index = axis_size(axis_name), jax.lax.axis_index(axis_name)
+
+class _ShardUpdates(NamedTuple):
+    """The functions of `shard_updates`, with its arguments."""
+
+    tx: optax.GradientTransformationExtraArgs
+    axis_name: AxisName
+    names: tuple[str, ...]
+
+    @calling("shard_updates")
+    def init(self, params: PyTree) -> ShardUpdatesState:
+        check_leaves(params)
+        return ShardUpdatesState(PerDevice(self.tx.init(self.shards_of(params))))
+
+    @calling("shard_updates")
+    def update(
+        self, updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, ShardUpdatesState]:
+        check_leaves(updates)
+        num_devices = axis_size(self.axis_name)
+        leaves, treedef = jax.tree.flatten(updates)
+        check_not_summed(self.axis_name, [path for path, _ in leaves_with_paths(updates)], leaves)
+        if params is not None:
+            check_alike("the parameters", updates, params)
+        shards = treedef.unflatten(_mean_shards(leaves, num_devices, self.axis_name))
+        param_shards = None if params is None else self.shards_of(params)
+        check_elementwise(self.tx, self.names, (updates, params), (shards, param_shards), extra_args)
+        update_shards, inner_state = self.tx.update(shards, state.inner.value, param_shards, **extra_args)
+        gathered = _gather_leaves(jax.tree.leaves(update_shards), [leaf.shape for leaf in leaves], self.axis_name)
+        return treedef.unflatten(gathered), ShardUpdatesState(PerDevice(inner_state))
+
+    def shards_of(self, tree: PyTree) -> PyTree:
+        """Return this device's shard of each leaf."""
+        num_devices, device_index = axis_size(self.axis_name), jax.lax.axis_index(self.axis_name)
 
         def shard_of(leaf):
             flat_shard = jax.lax.dynamic_index_in_dim(_as_rows(leaf, num_devices), device_index, keepdims=False)
             return _with_dims(flat_shard, leaf.ndim)
 
         return jax.tree.map(shard_of, tree)
-
-    @calling("shard_updates")
-    def init(params):
-        check_leaves(params)
-        return ShardUpdatesState(PerDevice(tx.init(shards_of(params))))
-
-    @calling("shard_updates")
-    def update(updates, state, params=None, **extra_args: Any):
-        check_leaves(updates)
-        num_devices = axis_size(axis_name)
-        leaves, treedef = jax.tree.flatten(updates)
-        check_not_summed(axis_name, [path for path, _ in leaves_with_paths(updates)], leaves)
-        if params is not None:
-            check_alike("the parameters", updates, params)
-        shards = treedef.unflatten(_mean_shards(leaves, num_devices, axis_name))
-        param_shards = None if params is None else shards_of(params)
-        check_elementwise(tx, names, (updates, params), (shards, param_shards), extra_args)
-        update_shards, inner_state = tx.update(shards, state.inner.value, param_shards, **extra_args)
-        gathered = _gather_leaves(jax.tree.leaves(update_shards), [leaf.shape for leaf in leaves], axis_name)
-        return treedef.unflatten(gathered), ShardUpdatesState(PerDevice(inner_state))
-
-    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _mean_shards(leaves: list[jax.Array], num_devices: int, axis_name: AxisName) -> list[jax.Array]:

@@ -1,5 +1,7 @@
 """Bad input is refused before anything compiles, and the message says what to do."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -298,3 +300,23 @@ def test_an_optimizer_whose_state_changes_its_form_is_refused(strategy, tx, mess
     with pytest.raises(ValueError, match="update of the optimizer") as caught:
         opt.step(state, X)
     assert str(caught.value) == f"{strategy}: {message}"
+
+
+LOOKAHEAD = optax.lookahead(TX, sync_period=5, slow_step_size=0.5)
+WITH_LOOKAHEAD = {
+    "alone": ("ddp", lambda: so.ddp(LOOKAHEAD, mesh(), square)),
+    "in a chain": ("fsdp", lambda: so.fsdp(optax.chain(optax.clip(1.0), LOOKAHEAD), mesh(), square)),
+    "of some leaves": ("zero", lambda: so.zero(optax.masked(LOOKAHEAD, {"w": True}), mesh(), square, stage=1)),
+    "of replicas": ("diloco", lambda: so.diloco(so.ddp(TX, mesh(replica=2), square), sync_every=2, outer=LOOKAHEAD)),
+}
+
+
+@pytest.mark.parametrize("name", WITH_LOOKAHEAD)
+def test_lookahead_is_refused_by_the_type_of_its_state(name, no_compile):
+    strategy, make = WITH_LOOKAHEAD[name]
+    message = (
+        f"{strategy}: optax.lookahead steps two copies of the parameters, and there is but one here.\n"
+        "Fix: use so.local_sgd or so.diloco, whose outer step is that of lookahead, or the fast optimizer alone."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        make().specs(PARAMS)

@@ -15,7 +15,7 @@ import numpy as np
 
 import shardopt as so
 from shardopt.core._types import abstract
-from shardopt.losses._separable import find_mixing
+from shardopt.losses._separable import Cut, find_mixing
 
 TOLERANCE = 1e-9
 """The largest relative difference of results that count as equal."""
@@ -77,7 +77,7 @@ def proved(loss_fn: Callable, params: Any, batch: Any, pieces: int) -> bool:
     """Return whether shardopt proves that a loss is a (weighted) mean over rows."""
     with as_users_have_it():
         params, batch = abstract(doubled((params, batch)))
-        return find_mixing(loss_fn, params, batch, pieces=pieces) is None
+        return find_mixing(loss_fn, params, batch, Cut(pieces)) is None
 
 
 def compare(loss_fn: Callable, params: Any, batch: Any, pieces: int, *, seed: int = 0, jit: bool = True) -> Comparison:

@@ -17,7 +17,7 @@ from support.tiers import tiered
 import shardopt as so
 from shardopt.core._block_model import takes_rng
 from shardopt.core._types import abstract
-from shardopt.losses._separable import find_mixing
+from shardopt.losses._separable import Cut, LossCall, find_mixing
 from shardopt.models import gpt
 
 KEY = jax.eval_shape(lambda: jax.random.key(0))
@@ -77,7 +77,7 @@ def test_mean_over_rows_is_shown_to_be_one(name, rows):
     pieces = len(BATCH["x"]) // rows
     expected = NOT_PROVED.get(name, NOT_PROVED_OF_ONE.get(name) if rows == 1 else None)
     for key in (KEY, None) if takes_rng(loss_fn) else (None,):
-        mixing = find_mixing(loss_fn, abstract(params), abstract(BATCH), pieces=pieces, key=key)
+        mixing = find_mixing(loss_fn, abstract(params), abstract(BATCH), Cut(pieces), LossCall(key=key))
         assert (mixing and mixing.reason) == expected
 
 
@@ -157,21 +157,19 @@ RULE = "the derivative rule of a jax.custom_vjp or jax.custom_jvp mixes rows, or
 @pytest.mark.parametrize("rule", [normalised, centred, by_sign, clipped, centred_tangent])
 def test_derivative_rules_are_followed(rule):
     loss_fn = lambda params, batch: jnp.mean(jax.checkpoint(rule)(batch["x"] @ params["up"]) ** 2)  # noqa: E731
-    mixing = find_mixing(loss_fn, PARAMS, ROWS, pieces=4)
+    mixing = find_mixing(loss_fn, PARAMS, ROWS, Cut(4))
     assert mixing.reason == RULE
     assert re.fullmatch(
         r"custom_[jv][vj]p_call at tests/rooms/losses/test_separable.py:\d+ \(.*<lambda>\)", mixing.operation
     )
-    assert find_mixing(loss_fn, PARAMS, ROWS, pieces=4, training=False) is None
+    assert find_mixing(loss_fn, PARAMS, ROWS, Cut(4), LossCall(training=False)) is None
 
 
 def test_derivative_rules_of_what_all_rows_share():
-    of_shared = find_mixing(
-        lambda params, batch: jnp.mean(batch["x"] @ normalised(params["up"])), PARAMS, ROWS, pieces=4
-    )
+    of_shared = find_mixing(lambda params, batch: jnp.mean(batch["x"] @ normalised(params["up"])), PARAMS, ROWS, Cut(4))
     assert of_shared.reason == RULE
     fine = lambda params, batch: jnp.mean(reversed_gradient(batch["x"], params["up"]))  # noqa: E731
-    assert find_mixing(fine, PARAMS, ROWS, pieces=4) is None
+    assert find_mixing(fine, PARAMS, ROWS, Cut(4)) is None
 
 
 FIX = (

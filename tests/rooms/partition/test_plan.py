@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardopt as so
 from shardopt.core._errors import calling
-from shardopt.partition import plan_leaves, shard_axes, state_specs
+from shardopt.partition import PlanOptions, plan_leaves, shard_axes, state_specs
 from shardopt.partition._plan import LeafPlan, largest_divisible_dim
 
 pytestmark = pytest.mark.fast
@@ -21,7 +21,7 @@ def plan(shapes, mesh, rules=(), *, stacked=False, least=1):
     params = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)
     )
-    return plan_leaves(params, mesh=mesh, rules=rules, stacked=stacked, min_shard_elements=least, is_trainable=bool)
+    return plan_leaves(params, mesh, PlanOptions(rules, stacked, least, bool))
 
 
 def test_data_takes_the_largest_dim_that_it_divides(mesh_of):

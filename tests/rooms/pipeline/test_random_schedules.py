@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from support.fuzz import COUNTS, fuzz, outcome
 
 from shardopt.pipeline import schedules
+from shardopt.pipeline._kinds import KINDS
 
-CHUNKED = {"interleaved", "looped_breadth_first", "zero_bubble", "zero_bubble_lockstep"}
+CHUNKED = {name for name, kind in KINDS.items() if kind.takes_chunks}
 BUILDERS = [
     *sorted(CHUNKED),
     "gpipe",

@@ -114,24 +114,44 @@ NO_TRANSFORMATION = (
     "batch), which computes gradients itself; flax's TrainState becomes one of these by so.adopt(opt, state), made with "
     "tx=opt.wrapped."
 )
+
+
+def first_update(tx):
+    return tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+def first_nnx_update(opt):
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, opt, wrt=nnx.Param)
+    optimizer.update(model, nnx.state(model, nnx.Param))
+
+
+UNDER_A_TRACE = (
+    "ddp: init was called under a trace, where arrays have no values.\n"
+    "Fix: call init outside of jax.jit; inside of another optimizer put the optax optimizer itself, opt.wrapped."
+)
 MISUSES = {
-    "flax.create": (lambda opt: FlaxState.create(apply_fn=None, params=PARAMS, tx=opt), NO_TRANSFORMATION),
-    "nnx.Optimizer": (
-        lambda opt: nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), opt, wrt=nnx.Param),
+    "flax.create": (
+        lambda opt: FlaxState.create(apply_fn=None, params=PARAMS, tx=opt).apply_gradients(grads=PARAMS),
         NO_TRANSFORMATION,
     ),
-    "chain": (lambda opt: optax.chain(optax.clip(1.0), opt).init(PARAMS), NO_TRANSFORMATION),
-    "apply_if_finite": (lambda opt: optax.apply_if_finite(opt, 3).init(PARAMS), NO_TRANSFORMATION),
-    "MultiSteps": (lambda opt: optax.MultiSteps(opt, 4).init(PARAMS), NO_TRANSFORMATION),
+    "nnx.Optimizer": (first_nnx_update, NO_TRANSFORMATION),
+    "chain": (lambda opt: first_update(optax.chain(optax.clip(1.0), opt)), NO_TRANSFORMATION),
+    "apply_if_finite": (lambda opt: first_update(optax.apply_if_finite(opt, 3)), NO_TRANSFORMATION),
+    "MultiSteps": (lambda opt: first_update(optax.MultiSteps(opt, 4)), NO_TRANSFORMATION),
     "multi_transform": (
-        lambda opt: optax.multi_transform({"a": opt}, {"w": "a", "b": "a"}).init(PARAMS),
+        lambda opt: first_update(optax.multi_transform({"a": opt}, {"w": "a", "b": "a"})),
         NO_TRANSFORMATION,
+    ),
+    "jit": (lambda opt: jax.jit(opt.init)(PARAMS), UNDER_A_TRACE),
+    "jit of a key": (
+        lambda opt: jax.jit(lambda key: opt.init(lambda _: PARAMS, key))(jax.random.key(0)),
+        UNDER_A_TRACE,
     ),
     "update": (lambda opt: opt.update(PARAMS, opt.init(PARAMS), PARAMS), NO_TRANSFORMATION),
     "sharded inside of a chain": (
-        lambda opt: so.fsdp(optax.chain(optax.clip(1.0), opt), so.make_mesh(), loss_fn),
-        "fsdp: inside of tx is an optimizer that is sharded already, by so.ddp.\n"
-        "Fix: put the optax optimizer itself there, opt.wrapped.",
+        lambda opt: so.fsdp(optax.chain(optax.clip(1.0), opt), so.make_mesh(), loss_fn).init(PARAMS),
+        UNDER_A_TRACE,
     ),
     "sharded twice": (
         lambda opt: so.fsdp(opt, so.make_mesh(), loss_fn),
