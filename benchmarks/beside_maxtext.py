@@ -1,18 +1,23 @@
 """shardopt's step beside MaxText's: both compiled by the real TPU compiler for the same chips, model and batch, without a TPU.
 
-    python benchmarks/beside_maxtext.py [WORDS ...] --maxtext PYTHON [--only shardopt] [--again]
+    python benchmarks/beside_maxtext.py [WORDS ...] --maxtext PYTHON [--only shardopt] [--programs FOLDER]
 
-PYTHON is that of an environment of its own with `pip install 'maxtext[tpu]==0.2.5'`; this one needs
-`pip install 'shardopt[tpu]'` of the same jax. fsdp, bfloat16 products, logits and gathers, fp32 masters, AdamW with clipping
-at 1, every block recomputed; MaxText by its own `train_compile`, with splash attention, and the flags that its scripts give
-to such chips. Both programs are read by `so.planning.step_seconds`: cycles as XLA estimates them, collectives over published
-links; memory is what the compiler planned. WORDS choose rows by parts of their names; without, those of the table are done.
-A program takes minutes to compile. It is kept in results/beside_maxtext.json as soon as it is there, with the commit that
-compiled it, and not compiled again without `--again`. The picture is drawn at the end.
+PYTHON is that of an environment of its own with `pip install 'maxtext[tpu]==0.2.5'`; this one needs jax and libtpu of the
+same versions. fsdp, bfloat16 products, logits and gathers, fp32 masters, AdamW with clipping at 1; MaxText by its own
+`train_compile`, with splash attention, collectives on the SparseCore where there is one, and its plain `llama3-*` models,
+whose rotary positions are those of shardopt.
+
+Each side chooses from the same list, `CHOICES`: beginning with its defaults, one field after the other takes the fastest
+value whose program fits into the chip's memory. Every program that was tried is in results/beside_maxtext.json, as soon as
+it is there, with the commit that compiled it. Programs are read by `so.planning.step_seconds`: cycles as XLA estimates them,
+collectives over published links, and Pallas kernels by their flops at the chip's peak ("stated") or by their final schedules
+("scheduled"); memory is what the compiler planned. The texts are kept in FOLDER. `--read` reads those
+there again and compiles none. WORDS choose rows by parts of their names; without, those of the table are done.
 """
 
 import argparse
 import gzip
+import importlib.metadata
 import json
 import math
 import os
@@ -20,21 +25,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from common import write_json
 
 RESULTS = Path(__file__).parent / "results" / "beside_maxtext.json"
 SPARSE_CORE = ("all_gather", "reduce_scatter", "all_reduce", "3d_all_gather", "2d_all_gather", "nd_reduce_scatter")
-VMEM_KIB = 49152
-"""What one operation may take of a core's own memory; shardopt's default."""
 CONTENDERS = ("shardopt", "maxtext")
 
 
 class Row(NamedTuple):
-    """What is compiled: rows of `length` tokens, `rows` a chip and micro-batch; shardopt's `chunk` of the loss and `remat`."""
+    """What is compiled: rows of `length` tokens, `rows` a chip and micro-batch."""
 
     topology: str
     length: int
@@ -42,8 +45,6 @@ class Row(NamedTuple):
     tensor: int = 1
     model: str = "llama3-8b"
     micro_batches: int = 1
-    chunk: int | None = None
-    remat: str = "full"
 
     @property
     def name(self) -> str:
@@ -62,34 +63,80 @@ class Row(NamedTuple):
         """Return how many there are."""
         return math.prod(map(int, self.topology.partition(":")[2].split("x")))
 
-    @property
-    def flags(self) -> str:
-        """Return the flags of MaxText; v5e has no SparseCore."""
-        some = () if self.chip == "v5e" else SPARSE_CORE
-        words = [f"--xla_tpu_enable_sparse_core_collective_offload_{kind}=true" for kind in some]
-        return " ".join([f"--xla_tpu_scoped_vmem_limit_kib={VMEM_KIB}", *words])
+
+class Choice(NamedTuple):
+    """What each side may choose.
+
+    Attributes:
+      remat: recompute every block, or keep what attention mixes and its logarithms.
+      tiles: parts of a row, or of the batch with MaxText, whose logits are held at a time.
+      block: queries and keys of a tile of attention. With 1024 MaxText takes jax's fused backward kernel. shardopt has 512.
+      fused: gate and up as one product, and queries, keys and values as one. shardopt always has the first.
+      vmem: MiB of a core's memory that one operation may use.
+    """
+
+    remat: Literal["full", "attention"] = "full"
+    tiles: int = 1
+    block: int = 512
+    fused: bool = False
+    vmem: int = 48
+
+    @classmethod
+    def of(cls, text: str) -> "Choice":
+        """Read a choice such as "attention,1,1024,True,48"."""
+        remat, tiles, block, fused, vmem = text.split(",")
+        return cls(remat, int(tiles), int(block), fused == "True", int(vmem))
+
+    def __str__(self) -> str:
+        """Return what differs from the defaults."""
+        words = [
+            "keeps attention" if self.remat == "attention" else "",
+            f"loss in {self.tiles}" if self.tiles > 1 else "",
+            f"blocks {self.block}" if self.block != 512 else "",
+            "fused products" if self.fused else "",
+            f"{self.vmem} MiB" if self.vmem != 48 else "",
+        ]
+        return ", ".join(filter(None, words)) or "defaults"
+
+
+def choices(who: str, row: Row) -> dict[str, tuple[Any, ...]]:
+    """Return the values of each field of `Choice` in the order in which they are tried; shardopt has no other blocks."""
+    vmem = {"v5p": (60,), "v5e": (96, 120), "v6e": (96, 120)}[row.chip]  # a core of v5p has 64 MiB, others have 128
+    common = {"remat": ("attention",), "tiles": (4,), "vmem": vmem}
+    return common if who == "shardopt" else {"fused": (True,), "block": (1024,), **common}
+
+
+def search(who: str, row: Row, run: Callable[[Choice], dict[str, Any]]) -> None:
+    """Run the defaults, then the other values of one field after the other, each with the best so far."""
+    best = Choice(fused=who == "shardopt")
+    seconds = run(best).get("seconds", math.inf)
+    for field, values in choices(who, row).items():
+        for choice in [best._replace(**{field: value}) for value in values]:
+            if (new := run(choice).get("seconds", math.inf)) < seconds:
+                best, seconds = choice, new
 
 
 TABLE = (
     Row("v5p:4x4x4", 2048, 1),
     Row("v5p:4x4x4", 4096, 1),
-    Row("v5p:4x4x4", 8192, 1, chunk=2048),
-    Row("v5p:4x4x4", 4096, 4, chunk=1024, remat="save:attention"),
+    Row("v5p:4x4x4", 8192, 1),
+    Row("v5p:4x4x4", 4096, 4),
     Row("v6e:8x8", 2048, 1),
-    Row("v6e:8x8", 4096, 4, chunk=512),
-    Row("v5p:4x4x4", 4096, 1, tensor=4, chunk=512),
+    Row("v6e:8x8", 4096, 4),
+    Row("v5p:4x4x4", 4096, 1, tensor=4),
 )
 MORE = (
     Row("v5p:8x8x8", 4096, 1),
     Row("v5e:16x16", 2048, 1),
-    Row("v5p:8x8x8", 4096, 1, tensor=4, model="llama3-70b", chunk=512),
+    Row("v5p:8x8x8", 4096, 1, tensor=4, model="llama3-70b"),
     Row("v5p:8x8x8", 4096, 1, model="llama3-70b"),
     Row("v5p:4x4x4", 4096, 1, micro_batches=4),
+    Row("v6e:8x8", 8192, 1),
 )
 
 
-def compile_shardopt(row: Row) -> dict[str, Any]:
-    """Return what the compiler says of shardopt's step."""
+def compile_shardopt(row: Row, choice: Choice) -> tuple[dict[str, Any], str]:
+    """Return what the compiler says of shardopt's step, and its text."""
     import dataclasses
 
     import jax.numpy as jnp
@@ -103,60 +150,78 @@ def compile_shardopt(row: Row) -> dict[str, Any]:
     shape = dataclasses.replace(find_model(row.model), length=row.length)
     adamw = optax.adamw(3e-5, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
     tx = optax.chain(optax.clip_by_global_norm(1.0), adamw)
-    report = so.aot(
-        lambda mesh: so.fsdp(
-            tx,
-            mesh,
-            transformer.model(
-                shape,
-                remat=row.remat,
-                chunk=row.chunk,
-                logits_dtype=jnp.bfloat16,  # as MaxText's: logits_dot_in_fp32=false
-                sequence_parallel=row.tensor > 1,
-            ),
-            gather_dtype=jnp.bfloat16,
-            scatter_dtype=jnp.bfloat16,
-            rules=RULES if row.tensor > 1 else (),
-            micro_batches=row.micro_batches,
-            min_shard_elements=2**14,  # norms stay replicated, as MaxText's do
-        ),
-        shape.abstract_params(),
-        transformer.abstract_batch(shape, row.rows * row.chips * row.micro_batches),
-        topology=row.topology,
-        tensor=row.tensor,
+    model = transformer.model(
+        shape,
+        remat="save:attention" if choice.remat == "attention" else "full",
+        chunk=row.length // choice.tiles if choice.tiles > 1 else None,
+        logits_dtype=jnp.bfloat16,  # as MaxText's: logits_dot_in_fp32=false
+        sequence_parallel=row.tensor > 1,
     )
-    memory = report.memory._asdict()
-    told = {"compile_seconds": report.compile_seconds, "memory": memory, "chunk": row.chunk, "remat": row.remat}
-    return told | read(report.text, report.mesh_shape, row)
+    try:
+        report = so.aot(
+            lambda mesh: so.fsdp(
+                tx,
+                mesh,
+                model,
+                gather_dtype=jnp.bfloat16,
+                scatter_dtype=jnp.bfloat16,
+                rules=RULES if row.tensor > 1 else (),
+                micro_batches=row.micro_batches,
+                min_shard_elements=2**14,  # norms stay replicated, as MaxText's do
+                compiler_options=so.compiler_options(mesh) | {"xla_tpu_scoped_vmem_limit_kib": choice.vmem * 1024},
+            ),
+            shape.abstract_params(),
+            transformer.abstract_batch(shape, row.rows * row.chips * row.micro_batches),
+            topology=row.topology,
+            tensor=row.tensor,
+        )
+    except ValueError as error:  # it does not fit
+        return {"error": str(error).splitlines()[0]}, ""
+    facts = {"compile_seconds": report.compile_seconds, "memory": report.memory._asdict(), "mesh": report.mesh_shape}
+    return facts | {"libtpu": importlib.metadata.version("libtpu")}, report.text
 
 
-def compile_maxtext(row: Row, python: str, *, more: Sequence[str] = ()) -> dict[str, Any]:
-    """Return what the compiler says of MaxText's step, which a process with its own Python compiles; `more` are words for it."""
+def compile_maxtext(
+    row: Row, python: str, choice: Choice | None = None, *, more: Sequence[str] = ()
+) -> tuple[dict[str, Any], str]:
+    """Return what the compiler says of MaxText's step, and its text; `more` are words for MaxText.
+
+    A process with its own Python compiles.
+    """
+    choice = choice or Choice()
+    offloaded = () if row.chip == "v5e" else SPARSE_CORE  # v5e has no SparseCore
+    flags = [f"--xla_tpu_enable_sparse_core_collective_offload_{kind}=true" for kind in offloaded]
     words = [
         f"compile_topology={row.chip}-{row.chips * (2 if row.chip in ('v4', 'v5p') else 1)}",
         f"per_device_batch_size={row.rows}",
         f"max_target_length={row.length}",
-        f"model_name={row.model.replace('llama3', 'llama3.1')}",
+        f"model_name={row.model}",
         "attention=flash",
         f"gradient_accumulation_steps={row.micro_batches}",
         f"ici_tensor_parallelism={row.tensor}",
         "ici_fsdp_parallelism=-1",
-        "remat_policy=full",
-        f"compile_xla_flags={row.flags}",
+        *(["remat_policy=custom", "context=device"] if choice.remat == "attention" else ["remat_policy=full"]),
+        f"num_vocab_tiling={choice.tiles}",
+        f"fused_mlp={choice.fused}",
+        f"fused_qkv={choice.fused}",
+        *[f"{name}={choice.block}" for name in BLOCKS if choice.block != 512],
+        f"sa_use_fused_bwd_kernel={choice.block != 512}",
+        f"compile_xla_flags={' '.join([f'--xla_tpu_scoped_vmem_limit_kib={choice.vmem * 1024}', *flags])}",
         *more,
     ]
     with tempfile.TemporaryDirectory() as folder:
         child = [python, __file__, "--child", folder, *words]
         env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         done = subprocess.run(child, env=env, cwd=folder, capture_output=True, text=True, check=False)
-        facts = Path(folder) / "facts.json"
-        if not facts.exists():
+        facts_path, program = Path(folder) / "facts.json", Path(folder) / "program.hlo.gz"
+        if not facts_path.exists():
             lines = (done.stdout + done.stderr).splitlines()
             raise SystemExit(f"{row.name}: MaxText did not compile:\n" + "\n".join(lines[-25:]))
-        found = json.loads(facts.read_text())
-        program = Path(folder) / "program.hlo.gz"
-        text = gzip.decompress(program.read_bytes()).decode() if program.exists() else ""
-    return found | {"words": words} | (read(text, found["mesh"], row) if text else {})
+        facts = json.loads(facts_path.read_text()) | {"words": words}
+        return facts, gzip.decompress(program.read_bytes()).decode() if program.exists() else ""
+
+
+BLOCKS = tuple(f"sa_block_{side}" for side in ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute"))
 
 
 def maxtext_child(folder: Path, words: list[str]) -> None:
@@ -170,8 +235,6 @@ def maxtext_child(folder: Path, words: list[str]) -> None:
     }
     for name, value in told.items():
         os.environ.setdefault(name, value)
-    import importlib.metadata
-
     import jax
     import maxtext
     from absl import app
@@ -231,17 +294,23 @@ def read(text: str, mesh: dict[str, int], row: Row) -> dict[str, Any]:
     from shardopt.hlo import inner_product_flops
 
     sizes = {axis: size for axis, size in mesh.items() if size > 1}
-    step = so.planning.step_seconds(text, mesh=sizes, hardware=row.chip)
-    found = so.audit(text, mesh=sizes)
+    step = so.planning.step_seconds(text, mesh=sizes, hardware=row.chip, kernels="stated")
+    scheduled = so.planning.step_seconds(text, mesh=sizes, hardware=row.chip)
+    audit = so.audit(text, mesh=sizes)
     return {
         "seconds": step.total,
+        "scheduled": scheduled.total,
+        "kernels": {
+            operation.name: [operation.calls, operation.basis, operation.seconds]
+            for operation in scheduled.operations
+            if operation.basis
+        },
         "compute": step.compute,
         "exposed": step.exposed,
         "hidden": step.hidden,
         "flops": inner_product_flops(text),
-        "sent": {kind: one.wire_bytes for kind, one in found.by_kind().items()},
-        "mesh": sizes,
-        "dearest": [one._asdict() for one in step.operations],
+        "sent": {kind: traffic.wire_bytes for kind, traffic in audit.by_kind().items()},
+        "dearest": [operation._asdict() for operation in step.operations],
         "notes": list(step.notes),
     }
 
@@ -263,34 +332,55 @@ def peak(facts: dict[str, Any]) -> float:
     return memory["arguments"] + memory["temporary"] + memory["outputs"] - memory["aliased"]
 
 
-def compared(found: dict[str, Any]) -> dict[str, Any]:
+def fits(program: dict[str, Any], row: Row) -> bool:
+    """Return whether a program has an estimate and fits into the memory of a chip."""
+    from shardopt.planning import HARDWARE
+
+    return "seconds" in program and peak(program) <= HARDWARE[row.chip].memory_bytes
+
+
+def compared(programs: dict[str, Any]) -> dict[str, Any]:
     """Return the claim: shardopt's step over that of MaxText, and memory over its memory."""
-    ours, theirs = (found.get(who, {}) for who in CONTENDERS)
+    ours, theirs = (programs.get(who, {}) for who in CONTENDERS)
     if "seconds" not in ours or "seconds" not in theirs:
         return {}
-    return {"ratio": ours["seconds"] / theirs["seconds"], "memory_ratio": peak(ours) / peak(theirs)}
+    ratios = {"ratio": ours["seconds"] / theirs["seconds"], "memory_ratio": peak(ours) / peak(theirs)}
+    if "scheduled" in ours and "scheduled" in theirs:
+        ratios["scheduled_ratio"] = ours["scheduled"] / theirs["scheduled"]
+    return ratios
 
 
 def table(results: dict[str, Any]) -> str:
-    """Return a line a row: milliseconds and GB of each contender, and the claim."""
+    """Return a line a row: milliseconds by stated and by scheduled kernels, GB and choice of each contender, and the claim."""
     lines = [
-        "| row | " + " | ".join(f"{name}: ms (exposed), GB" for name in CONTENDERS) + " | step | memory | commit |"
+        "| row | "
+        + " | ".join(f"{name}: ms (exposed), ms scheduled, GB | choice" for name in CONTENDERS)
+        + " | step | step, scheduled | memory | libtpu | commit |"
     ]
-    lines.append("|" + "---|" * (len(CONTENDERS) + 4))
-    for name, found in results.items():
+    lines.append("|" + "---|" * (2 * len(CONTENDERS) + 6))
+    for name, programs in results.items():
         cells = [name]
         for who in CONTENDERS:
-            one = found.get(who, {})
-            cells.append(
-                f"{one['seconds'] * 1e3:.0f} ({one['exposed'] * 1e3:.0f}), {peak(one) / 1e9:.1f}"
-                if "seconds" in one
-                else one.get("error", "").splitlines()[0][:60]
-                if one.get("error")
-                else ""
-            )
-        ratios = [f"{found[key]:.3f}" if key in found else "" for key in ("ratio", "memory_ratio")]
-        lines.append("| " + " | ".join([*cells, *ratios, found.get("shardopt", {}).get("commit", "")]) + " |")
+            program = programs.get(who, {})
+            if "seconds" in program:
+                scheduled = f"{program['scheduled'] * 1e3:.0f}" if "scheduled" in program else "-"
+                stated = f"{program['seconds'] * 1e3:.0f} ({program['exposed'] * 1e3:.0f})"
+                cells.append(f"{stated}, {scheduled}, {peak(program) / 1e9:.1f}")
+                count = len(programs.get("tried", {}).get(who, {}))
+                best = f"{Choice(**program['choice'])}; best of {count}" if "choice" in program else OLD[who]
+                cells.append(best)
+            else:
+                cells += [program.get("error", "")[:60], ""]
+        ours = programs.get("shardopt", {})
+        ratios = [
+            f"{programs[key]:.3f}" if key in programs else "" for key in ("ratio", "scheduled_ratio", "memory_ratio")
+        ]
+        lines.append("| " + " | ".join([*cells, *ratios, ours.get("libtpu", "0.0.52"), ours.get("commit", "")]) + " |")
     return "\n".join(lines)
+
+
+OLD = {"shardopt": "old: tuned", "maxtext": "old: llama3.1, defaults"}
+"""The choice of programs of the old comparison, in which MaxText had a dearer model and no choice."""
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -340,41 +430,85 @@ def main() -> None:
     parser.add_argument("words", nargs="*", help="parts of the names of rows, among " + "; ".join(r.name for r in MORE))
     parser.add_argument("--maxtext", help="the Python of an environment with MaxText")
     parser.add_argument("--only", action="append", choices=CONTENDERS, help="compile only this; may be given again")
-    parser.add_argument("--again", action="store_true", help="compile what is there already, too")
+    parser.add_argument(
+        "--choice", action="append", help="compile this alone, as remat,tiles,block,fused,vmem; may be repeated"
+    )
+    parser.add_argument("--read", action="store_true", help="read the stored programs again, and compile none")
+    parser.add_argument("--programs", type=Path, default=Path(tempfile.gettempdir()) / "beside_maxtext")
     options = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    results = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else {}
+    options.programs.mkdir(exist_ok=True)
     every, words = (*TABLE, *MORE), options.words
     named = [row for row in every if row.name == " ".join(words)]
     for row in named or [row for row in every if all(word in row.name for word in words)] if words else TABLE:
-        for who in CONTENDERS:
-            found = results.setdefault(row.name, {})
-            if (options.only and who not in options.only) or (who in found and not options.again):
-                continue
-            if who == "shardopt":
-                found[who] = compile_shardopt(row)
-            elif options.maxtext:
-                found[who] = compile_maxtext(row, options.maxtext)
-            else:
-                continue
-            found[who]["commit"] = commit()
-            now = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else {}  # others may have written
-            found = now.get(row.name, {}) | {who: found[who]}
-            results = now | {row.name: found | compared(found)}
-            results = {one.name: results[one.name] for one in every if one.name in results}
-            write_json(__file__, results, RESULTS)
-            print(f"{row.name}, {who}: {_told(found[who])}", flush=True)
+        for who in options.only or CONTENDERS:
+            if options.read:
+                for path in sorted(options.programs.glob(f"{stem(row, who)} *.json")):
+                    facts = json.loads(path.read_text())
+                    store(row, who, Choice(**facts["choice"]), again(path, row))
+            elif options.choice and (who == "shardopt" or options.maxtext):
+                for text in options.choice:
+                    tried(row, who, Choice.of(text), options)
+            elif who == "shardopt" or options.maxtext:
+                search(who, row, lambda choice, who=who, row=row: tried(row, who, choice, options))
+    results = stored()
     print(table(results))
     draw(results, RESULTS.with_suffix(".png"))
 
 
-def _told(one: dict[str, Any]) -> str:
-    if "seconds" not in one:
-        return str(one.get("error"))
-    return (
-        f"{one['seconds'] * 1e3:.1f} ms, {one['exposed'] * 1e3:.1f} of it exposed, {peak(one) / 1e9:.2f} GB, "
-        f"compiled in {one['compile_seconds']:.0f} s"
+def stored() -> dict[str, Any]:
+    """Return the results so far."""
+    return json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else {}
+
+
+def stem(row: Row, who: str) -> str:
+    """Return the beginning of the names of a row's files."""
+    return f"{row.name} {who}".replace(":", "-")
+
+
+def tried(row: Row, who: str, choice: Choice, options: argparse.Namespace) -> dict[str, Any]:
+    """Compile a program unless its text is there, store and return what it tells."""
+    path = options.programs / f"{stem(row, who)} {'-'.join(map(str, choice))}.json"
+    if not path.exists():
+        facts, text = (
+            compile_shardopt(row, choice) if who == "shardopt" else compile_maxtext(row, options.maxtext, choice)
+        )
+        path.with_suffix(".hlo.gz").write_bytes(gzip.compress(text.encode(), 1))
+        path.write_text(json.dumps(facts | {"choice": choice._asdict(), "commit": commit()}))
+    return store(row, who, choice, again(path, row))
+
+
+def again(path: Path, row: Row) -> dict[str, Any]:
+    """Return what a stored program tells."""
+    facts = json.loads(path.read_text())
+    text = gzip.decompress(path.with_suffix(".hlo.gz").read_bytes()).decode()
+    return facts | (read(text, facts["mesh"], row) if text else {})
+
+
+def store(row: Row, who: str, choice: Choice, program: dict[str, Any]) -> dict[str, Any]:
+    """Add a program to the results: the best that was tried, and a line for each."""
+    results = stored()  # others may have written
+    programs = results.get(row.name, {})
+    line = {"seconds": program.get("seconds"), "bytes": peak(program) if "memory" in program else None}
+    lines = programs.get("tried", {}).get(who, {}) | {str(choice): line}
+    old = programs.get(who, {})
+    better = (
+        "choice" not in old or old["choice"] == choice._asdict() or program.get("seconds", math.inf) < old["seconds"]
     )
+    if fits(program, row) and better:
+        programs[who] = program
+    programs["tried"] = programs.get("tried", {}) | {who: lines}
+    results[row.name] = programs | compared(programs)
+    results = {one.name: results[one.name] for one in (*TABLE, *MORE) if one.name in results}
+    write_json(__file__, results, RESULTS)
+    said = (
+        f"{program['seconds'] * 1e3:.1f} ms, {program['exposed'] * 1e3:.1f} of it exposed, {peak(program) / 1e9:.2f} GB, "
+        f"compiled in {program['compile_seconds']:.0f} s"
+        if "seconds" in program
+        else str(program.get("error"))
+    )
+    print(f"{row.name}, {who}, {choice}: {said}", flush=True)
+    return program
 
 
 if __name__ == "__main__":

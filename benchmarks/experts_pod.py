@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from beside_maxtext import Row as MaxTextRow
-from beside_maxtext import commit, compile_maxtext, peak
+from beside_maxtext import commit, compile_maxtext, peak, read
 from common import write_json
 
 RESULTS = Path(__file__).parent / "results" / "experts_pod.json"
@@ -139,7 +139,7 @@ def kernels(text: str, row: Row) -> dict[str, dict[str, float]]:
     """Return the Pallas kernels of the program by name: calls in a step, flops of all of them, and the most they could be."""
     from shardopt.hlo._hlo_text import operands, parse
     from shardopt.hlo._walk import callees, trip_count
-    from shardopt.planning._schedule_actions import kernel_flops
+    from shardopt.planning._attention_kernels import kernel_flops
 
     shape, module, found = shape_of(row), parse(text), {}
     tokens = min(LENGTH, shape.expert_chunk or LENGTH)
@@ -241,7 +241,8 @@ def main() -> None:
             found["shardopt"] = compile_row(row) | {"commit": commit()}
         if options.maxtext and "mixtral" in row.name and ("maxtext" not in found or options.anew):
             more = [f"ici_expert_parallelism={row.expert}", "allow_split_physical_axes=true"] if row.expert > 1 else []
-            found["maxtext"] = compile_maxtext(row.beside, options.maxtext, more=more)
+            facts, text = compile_maxtext(row.beside, options.maxtext, more=more)
+            found["maxtext"] = facts | (read(text, facts["mesh"], row.beside) if text else {})
         found["shardopt"] |= compared(row, found["shardopt"])
         results[row.name] = found
         results = {one.name: results[one.name] for one in TABLE if one.name in results}

@@ -214,6 +214,15 @@ def _draw(path, schedule, **times):
     Image.open(path).convert("RGB").quantize(48).save(path, optimize=True)
 
 
+def store(rows, one_block):
+    """Write what is known so far, with the step that each schedule's passes give; a run that ends early loses one program."""
+    for name, row in rows.items():
+        row["step"] = {str(count): times(builders()[name], row["passes"], count) for count in COUNTS}
+        row["stage_flops"] = stage_flops(builders()[name], row["passes"])
+    results = {"topology": TOPOLOGY, "stages": STAGES, "tokens": TOKENS, "schedules": rows, "one_block": one_block}
+    return write_json(__file__, results)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="compile this schedule, or one_block, and keep what is known of the others")
@@ -228,6 +237,8 @@ def main():
     if options.only in (None, "one_block"):
         make = builders()["zero_bubble_v"]
         one_block = {"schedule": "zero_bubble_v", "passes": passes(compiled(make, 1).text, make(STAGES, MICRO_BATCHES))}
+    if options.only in (None, "one_block"):
+        store(rows, one_block)
     for name, make in builders().items():
         if options.only in (None, name):
             report = compiled(make)
@@ -239,11 +250,7 @@ def main():
                 "wire_bytes": report.audit.by_axis()[("pipeline",)].wire_bytes,
                 "compile_seconds": round(report.compile_seconds, 1),
             }
-    for name, row in rows.items():
-        row["step"] = {str(count): times(builders()[name], row["passes"], count) for count in COUNTS}
-        row["stage_flops"] = stage_flops(builders()[name], row["passes"])
-    results = {"topology": TOPOLOGY, "stages": STAGES, "tokens": TOKENS, "schedules": rows, "one_block": one_block}
-    print("wrote", write_json(__file__, results))
+            print("wrote", store(rows, one_block), "after", name, flush=True)
     for name, row in rows.items():
         print(name, json.dumps(row))
     return None

@@ -62,7 +62,7 @@ def parse(text: str) -> Module:
 
 def operands(instruction: Instruction) -> list[str]:
     """Return the operand names. For a constant or parameter, return its literal."""
-    operand_text = instruction.rest[: _end_of(instruction.rest)]
+    operand_text = _TUPLE_INDEX.sub("", instruction.rest[: _end_of(instruction.rest)])
     # an operand may carry its shape: `f32[8]{0} %x`
     return [part.split()[-1].lstrip("%") for part in split(operand_text) if part.strip()]
 

@@ -109,7 +109,7 @@ class DecoderConfig:
       sinks: whether each head has a sink, as in `so.nn.attention`.
       embedding_scale: the factor of embeddings.
       tied: whether the embedding is also the output projection; otherwise that is the leaf "head".
-      latent: sizes of latent attention (DeepSeek); None is grouped attention.
+      latent: sizes of latent attention (DeepSeek), a `moe.Latent`; None is grouped attention.
       experts: the mixture of experts; None is an mlp in each block.
       max_length: the longest sequence of `sample`.
       loss_chunk: positions whose logits are held at a time, see `so.nn.cross_entropy`; None is all.

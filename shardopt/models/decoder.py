@@ -17,7 +17,6 @@ from shardopt.models import _layers as layers
 from shardopt.models._decoder_block import Stream, apply_block, apply_norm, block_shapes
 from shardopt.models._decoder_config import BlockKind, DecoderConfig, Experts
 from shardopt.models._inputs import Inputs, mean_loss, read_inputs
-from shardopt.models._latent_attention import Latent
 from shardopt.models._rope import Rope
 from shardopt.models.gpt import Batch, Params, Tokens
 from shardopt.nn._flash import capped
@@ -27,7 +26,6 @@ __all__ = [
     "BlockKind",
     "DecoderConfig",
     "Experts",
-    "Latent",
     "Rope",
     "expert_leaves",
     "frozen",

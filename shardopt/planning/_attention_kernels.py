@@ -1,18 +1,25 @@
-"""Flops of splash attention's kernels, which compute whole tiles of a causal mask, and scores again backwards."""
+"""Flops and final schedules of splash attention's kernels, which compute whole tiles of a causal mask."""
 
+import math
+import re
+from typing import NamedTuple
+
+from shardopt.hlo._hlo_text import Instruction, arrays, elements
 from shardopt.nn._flash import TILE
 
-KERNELS = {"fwd": (1, 1), "_dq": (2, 1), "fused": (3, 2), "_dkv": (2, 2)}
-"""Part of a kernel's name to the number of products per tile: (with the width of keys, with the width of values)."""
+KERNELS = {"fwd": (1, 1), "dq": (2, 1), "fused": (3, 2), "dkv": (2, 2)}
+"""Kernel to the number of products per tile: (with the width of keys, with the width of values)."""
 FORWARD = KERNELS["fwd"]
 BACKWARD = KERNELS["fused"]
 """The kernel of `shardopt.nn._splash_backward`; each of jax's two kernels computes scores and their gradients again."""
 
 
-def splash_flops(key_products: int, value_products: int, *, heads: int, length: int, keys: int, values: int) -> float:
+def splash_flops(
+    key_products: int, value_products: int, *, heads: int, length: int, keys: int, values: int, block: int = TILE
+) -> float:
     """Return the flops of a kernel for one row.
 
-    A row has n tiles of 512 positions. The kernel computes n (n + 1) / 2 of the n^2 tiles of scores.
+    A row has n blocks of positions. The kernel computes n (n + 1) / 2 of the n^2 tiles of scores.
 
     Args:
       key_products: number of products with the width of keys: scores, and gradients of queries and keys.
@@ -21,10 +28,157 @@ def splash_flops(key_products: int, value_products: int, *, heads: int, length: 
       length: T, positions.
       keys: width of a head of queries and keys.
       values: width of a head of values.
+      block: positions of a block.
 
     Example:
       >>> splash_flops(*FORWARD, heads=1, length=512, keys=192, values=128) == 2 * 512**2 * (192 + 128)
       True
     """
-    tiles = max(length // TILE, 1)
+    tiles = max(length // block, 1)
     return 2.0 * (key_products * keys + value_products * values) * heads * length**2 * (tiles + 1) / (2 * tiles)
+
+
+class KernelCall(NamedTuple):
+    """A call of an attention kernel on one row or more.
+
+    Attributes:
+      kernel: "fwd", "dq", "dkv" or "fused" of jax, also with "_segmented", or "splash_backward" of shardopt.
+      block: positions of a block of queries, and of keys.
+      rows: rows and heads, B x H.
+      length: T, positions.
+      width: width of a head.
+      parallel: parts of the work that the cores of a device can share. jax's backward kernels share rows alone, its
+        forward kernel shares heads too, and shardopt's backward kernel shares groups of heads.
+    """
+
+    kernel: str
+    block: int
+    rows: int
+    length: int
+    width: int
+    parallel: int
+
+
+class Bundles(NamedTuple):
+    """VLIW bundles of a kernel's final schedule: in a step of its grid, more in a visible tile, and in a row of blocks."""
+
+    step: float
+    tile: float
+    row: float
+
+
+SCHEDULED = {
+    ("v5p", "splash_backward", 512, 128): Bundles(3097, 0, 146),
+    ("v5p", "fwd", 512, 128): Bundles(319, 1199, 507),
+    ("v5p", "dq", 512, 128): Bundles(251, 1457, 109),
+    ("v5p", "dkv", 512, 128): Bundles(347, 1832, 51.25),
+    ("v5p", "fwd", 1024, 128): Bundles(312, 4846, 995),
+    ("v5p", "fused", 1024, 128): Bundles(514, 9138, 99.25),
+    ("v5p", "fwd_segmented", 512, 128): Bundles(398, 1183, 507),
+    ("v5p", "dq_segmented", 512, 128): Bundles(264, 1496, 109),
+    ("v5p", "dkv_segmented", 512, 128): Bundles(366, 1907, 51.25),
+    ("v5p", "fwd_segmented", 1024, 128): Bundles(386, 4933, 995),
+    ("v5p", "fused_segmented", 1024, 128): Bundles(528, 9174, 99.25),
+    ("v6e", "splash_backward", 512, 128): Bundles(2065, 0, 86),
+    ("v6e", "fwd", 512, 128): Bundles(244, 911, 252),
+    ("v6e", "dq", 512, 128): Bundles(103, 1008, 68),
+    ("v6e", "dkv", 512, 128): Bundles(148, 1274, 31.25),
+    ("v6e", "fwd", 1024, 128): Bundles(251, 3481, 476),
+    ("v6e", "fused", 1024, 128): Bundles(238, 5713, 59.5),
+    ("v6e", "fwd_segmented", 512, 128): Bundles(243, 992, 252),
+    ("v6e", "dq_segmented", 512, 128): Bundles(114, 1171, 68),
+    ("v6e", "dkv_segmented", 512, 128): Bundles(155, 1446, 31.25),
+    ("v6e", "fwd_segmented", 1024, 128): Bundles(256, 4752, 476),
+    ("v6e", "fused_segmented", 1024, 128): Bundles(246, 6046, 59.5),
+}
+"""(chip, kernel, block, width of a head) -> bundles, by libtpu 0.0.52 (`benchmarks/results/kernel_schedules.json`)."""
+
+
+def scheduled_cycles(chip: str, call: KernelCall) -> float | None:
+    """Return the cycles of a call on one core by the final schedule of its kernel; None if the schedule is not known.
+
+    A core starts one bundle a cycle. Stalls are not counted.
+
+    Example:
+      >>> call = KernelCall("splash_backward", 512, rows=32, length=4096, width=128, parallel=8)
+      >>> 3e6 < scheduled_cycles("v5p", call) < 4e6
+      True
+    """
+    bundles = SCHEDULED.get((chip, call.kernel, call.block, call.width))
+    if bundles is None:
+        return None
+    blocks = max(call.length // call.block, 1)
+    tiles = blocks * (blocks + 1) // 2
+    steps = tiles if call.kernel == "splash_backward" else blocks**2  # jax visits hidden tiles, and computes nothing
+    return call.rows * (steps * bundles.step + tiles * bundles.tile + blocks * bundles.row)
+
+
+def shared_by_cores(cores: int, parallel: int) -> float:
+    """Return the part of a kernel's work that the busiest core of a device does.
+
+    Example:
+      >>> shared_by_cores(2, 1), shared_by_cores(2, 8), shared_by_cores(2, 3)
+      (1.0, 0.5, 0.6666666666666666)
+    """
+    return -(-parallel // cores) / parallel
+
+
+def kernel_call(line: Instruction, inputs: list[str]) -> KernelCall | None:
+    """Return the call of a causal attention kernel on whole rows; None for other kernels, and with segments in shardopt's.
+
+    Args:
+      line: the instruction. jax writes the sizes of blocks into its attributes.
+      inputs: shapes of its inputs. In jax's kernels queries are the first floats. Both libraries pass the visible tiles:
+        shardopt as two lists, and jax as a table for every block of queries.
+    """
+    floats = [_dims(shape) for shape in inputs if shape.startswith(_FLOATS) and len(_dims(shape)) >= 3]
+    if "splash_backward" in line.name and len(inputs) == _OPERANDS and line.shape.startswith("(bf16"):
+        (B, H, T, K), G = floats[0], floats[-1][1]
+        blocks = T // TILE
+        causal = _dims(inputs[0]) == [blocks * (blocks + 1) // 2]
+        return KernelCall("splash_backward", TILE, B * H, T, K, B * G) if causal else None
+    match = re.search(r"splash_mha_(fwd|dq|dkv)(_segmented)?_(no_)?residuals", line.name)
+    if match is None or not floats:
+        return None
+    kernel, (*leading, heads, T, K) = match[1], floats[0]
+    B = math.prod(leading)
+    kernel, block = _jax_kernel(kernel, line)
+    if not any(_dims(shape)[-2:] == [T // block] * 2 for shape in inputs if shape.startswith(("s8", "s32"))):
+        return None
+    return KernelCall(kernel + (match[2] or ""), block, B * heads, T, K, B * heads if kernel == "fwd" else B)
+
+
+def _jax_kernel(phase: str, line: Instruction) -> tuple[str, int]:
+    """Return which kernel of jax runs in a phase, and its block of queries, from what jax writes on the instruction."""
+    size = re.search(rf'block_q{"" if phase == "fwd" else "_" + phase}\\*": (\d+)', line.rest)
+    fused = phase == "dkv" and len(elements(line.shape)) == 3  # it returns gradients of queries, too
+    return "fused" if fused else phase, int(size[1]) if size else TILE
+
+
+_OPERANDS = 8
+"""The operands of shardopt's kernel without segments: two lists of tiles, and six arrays."""
+
+
+def kernel_flops(line: Instruction, inputs: list[str]) -> float:
+    """Return the flops of a Pallas kernel: its stated flops, or `splash_flops` for splash attention; else 0."""
+    if stated := _STATED_FLOPS.search(line.rest):
+        return float(stated[1])
+    if "splash" not in line.name:
+        return 0.0
+    sizes = [dims for shape in inputs if len(dims := _dims(shape)) >= 3 and shape.startswith(_FLOATS)]
+    if not sizes:
+        return 0.0
+    *heads, length, width = max(sizes, key=math.prod)
+    value_width = sizes[2][-1] if len(sizes) > 2 else width  # queries, keys and values come first
+    phase = next((phase for phase in ("fwd", "dq", "dkv") if f"_{phase}" in line.name), "dkv")
+    kernel, block = _jax_kernel(phase, line)
+    widths = {"keys": width, "values": min(value_width, width)}
+    return splash_flops(*KERNELS[kernel], heads=math.prod(heads), length=length, block=block, **widths)
+
+
+_FLOATS = ("bf16", "f16", "f32")
+_STATED_FLOPS = re.compile(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
+
+
+def _dims(shape: str) -> list[int]:
+    return [int(dim) for dim in arrays(shape)[0].partition("[")[2].rstrip("]").split(",") if dim.isdigit()]

@@ -3,12 +3,12 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Compiled, Lowered
 
-from shardopt.core._errors import calling, format_error
+from shardopt.core._errors import calling, error_text, format_error
 from shardopt.core._types import PyTree
 from shardopt.hlo._hlo_text import Instruction
 from shardopt.hlo._program import CanLower, Program, read_program
@@ -16,7 +16,7 @@ from shardopt.hlo._source_lines import Frames, op_name_of, read_frames, source_o
 from shardopt.hlo._walk import check_schedule
 from shardopt.pipeline import Schedule
 from shardopt.planning._hardware import Hardware, find_hardware, hardware_of
-from shardopt.planning._schedule_actions import Branch, Compute, Done, Loop, Reader, Start
+from shardopt.planning._schedule_actions import Branch, Compute, Done, Kernels, Loop, Reader, Start
 
 
 class Operation(NamedTuple):
@@ -29,6 +29,8 @@ class Operation(NamedTuple):
       waits: whether it is a collective that the TensorCore waits for.
       op_name: its name in jax, such as "jit(step)/dot_general".
       source: "file:line" of the user's code; "" if the program does not contain it.
+      basis: of a Pallas kernel: "scheduled" by its final schedule, "stated" by its flops at the chip's peak, or "bytes";
+        "" for other operations.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Operation(NamedTuple):
     waits: bool
     op_name: str
     source: str
+    basis: str = ""
 
 
 class Span(NamedTuple):
@@ -86,6 +89,7 @@ class StepSeconds(NamedTuple):
         rows = [("ms", "share", "calls", "operation", "where")]
         for operation in self.operations:
             name = f"wait: {operation.name}" if operation.waits else operation.name
+            name += f" ({operation.basis})" if operation.basis else ""
             share = operation.seconds / self.total if self.total else 0.0
             rows.append(
                 (f"{operation.seconds * 1e3:.3f}", f"{share:.1%}", str(operation.calls), name, _origin(operation))
@@ -117,6 +121,7 @@ def step_seconds(
     mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
     hardware: str | Hardware | None = None,
     schedule: Schedule | None = None,
+    kernels: Kernels = "scheduled",
 ) -> StepSeconds:
     """Estimate how long a compiled TPU program takes on a device, without running it.
 
@@ -130,6 +135,8 @@ def step_seconds(
         devices.
       schedule: the schedule of a pipeline, such as `opt.config.schedule`. A pass is a branch, and counts in the ticks
         when at least one stage runs it. Without `schedule` it counts in every tick.
+      kernels: "scheduled" takes the final schedule of the attention kernels whose schedule is known. "stated" takes the
+        flops of all kernels at the chip's peak, with all cores at work.
 
     Returns:
       A `StepSeconds`: `.total`, `.compute`, `.exposed`, `.hidden`, `.operations`, `.to_json()`; `print` shows it. On
@@ -140,6 +147,7 @@ def step_seconds(
       ValueError: in the same cases as `so.audit`.
       ValueError: if the chip of a TPU program is neither passed nor known.
       ValueError: if no loop of the program runs as often as `schedule` has ticks.
+      ValueError: if `kernels` is neither "scheduled" nor "stated".
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -154,18 +162,26 @@ def step_seconds(
         from the size of its mesh axis. Between slices it uses the data-centre network.
       - The TensorCore waits for a synchronous collective. An asynchronous one, also on the SparseCore, overlaps with
         computation, and its `done` waits for it. Transfers over the same mesh axis run one after another.
-      - Pallas kernels have no estimate. Their stated flops or bytes are divided by the chip's peak. Splash attention
-        counts the flops of a causal mask.
+      - XLA estimates no Pallas kernels. Splash attention takes the VLIW bundles of its final schedule, one a cycle, in
+        blocks and heads whose schedule is known (`benchmarks/kernel_schedules.py`), but at least its flops at the chip's
+        peak. Other kernels take their stated flops
+        at the chip's peak, splash attention those of a causal mask, or their bytes. `Operation.basis` says which.
+      - A device of v4 or v5p has two TensorCores. They share a kernel's rows and heads as far as it lets them.
       - Not counted: the latency of collectives, copies between HBM and the cores' own memory, missing wrap-around
         links, other programs on the same links.
     """
+    if kernels not in get_args(Kernels):
+        problem = f"kernels must be 'scheduled' or 'stated', got {kernels!r}."
+        raise ValueError(error_text(problem, fix="leave it out, or pass one of both."))
     parsed = read_program(program, args, mesh=mesh)
     check_schedule(parsed.module, schedule)
     chip = find_hardware(hardware) if hardware is not None else hardware_of(parsed.devices)
-    return walk_schedule(parsed, chip, schedule)
+    return walk_schedule(parsed, chip, schedule, kernels)
 
 
-def walk_schedule(program: Program, chip: Hardware | None, schedule: Schedule | None = None) -> StepSeconds:
+def walk_schedule(
+    program: Program, chip: Hardware | None, schedule: Schedule | None = None, kernels: Kernels = "scheduled"
+) -> StepSeconds:
     """Return the seconds of a parsed program; see `step_seconds`."""
     if "estimated_cycles" not in program.text:
         return _unknown("the program holds no cycle estimates; only XLA:TPU writes them.")
@@ -174,7 +190,7 @@ def walk_schedule(program: Program, chip: Hardware | None, schedule: Schedule | 
         raise ValueError(format_error("step_seconds", "cannot tell the chip of this program.", fix=fix))
     if chip.clock is None:
         return _unknown(f"{chip.name} has no clock in which XLA estimates; only TPUs have.")
-    walk = _Walk(Reader(program, chip, chip.clock, schedule))
+    walk = _Walk(Reader(program, chip, chip.clock, schedule, kernels))
     walk.run(program.module.entry)
     for key in list(walk.under_way):
         walk.wait(key)
@@ -186,10 +202,11 @@ def _unknown(reason: str) -> StepSeconds:
 
 
 class _Cost(NamedTuple):
-    """The time of an instruction up to now; `kind` is the kind of a collective, or None."""
+    """The time of an instruction up to now; `kind` is the kind of a collective, `basis` that of a kernel's seconds."""
 
     line: Instruction
     kind: str | None
+    basis: str = ""
     seconds: float = 0.0
     calls: int = 0
 
@@ -214,8 +231,8 @@ class _Walk:
         """Run a computation `times` times at once; without `branches`, skip the branches directly in it."""
         for action in self.reader.read(name):
             match action:
-                case Compute(line, seconds):
-                    self.spend("compute", seconds, line, times=times)
+                case Compute():
+                    self.compute(action, times)
                 case Start():
                     self.start(action)
                 case Done(key):
@@ -240,20 +257,22 @@ class _Walk:
         """Wait for a transfer. The wait is zero if the transfer has ended or sends nothing."""
         end, action = self.under_way.pop(key, (0.0, None))
         if action is not None and end > self.now:
-            self.spend("exposed", end - self.now, action.line, kind=action.kind)
+            self.spend("exposed", end - self.now, self.costs.get(action.line.name, _Cost(action.line, action.kind)))
 
-    def spend(
-        self, span_name: str, seconds: float, line: Instruction, *, times: int = 1, kind: str | None = None
-    ) -> None:
-        """Advance the clock of the TensorCore."""
+    def compute(self, action: Compute, times: int) -> None:
+        """Compute an instruction `times` times."""
+        cost = self.costs.get(action.line.name, _Cost(action.line, None, action.basis))
+        self.spend("compute", action.seconds, cost, times=times)
+
+    def spend(self, span_name: str, seconds: float, cost: _Cost, *, times: int = 1) -> None:
+        """Advance the clock of the TensorCore, and add the time to a cost."""
         end = self.now + seconds * times
         if self.core and self.core[-1].where == span_name:
             self.core[-1] = self.core[-1]._replace(end=end)
         else:
             self.core.append(Span(span_name, self.now, end))
         self.now = end
-        cost = self.costs.get(line.name, _Cost(line, kind))
-        self.costs[line.name] = cost._replace(seconds=cost.seconds + seconds * times, calls=cost.calls + times)
+        self.costs[cost.line.name] = cost._replace(seconds=cost.seconds + seconds * times, calls=cost.calls + times)
 
     def result(self, frames: Frames) -> StepSeconds:
         """Return the sums as a `StepSeconds`."""
@@ -273,6 +292,7 @@ class _Walk:
                     bool(cost.kind),
                     op_name_of(cost.line),
                     source_of(cost.line, frames),
+                    cost.basis,
                 )
                 for cost in most_expensive
             ),

@@ -33,6 +33,7 @@ class Hardware:
       hides: kinds of collectives that overlap with inner products: all kinds on chips with a SparseCore or copy
         engines, gathers and permutes on TPUs that compute sums on the TensorCore.
       clock: cycles per second of a TPU's TensorCore, the unit of XLA:TPU's estimates; None for other chips.
+      cores: TensorCores that one device joins: 2 on v4 and v5p. A tpu7x shows its two as two devices.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Hardware:
     source: str
     hides: tuple[str, ...] = _ALL
     clock: float | None = None
+    cores: int = 1
 
 
 class _Tpu(NamedTuple):
@@ -76,6 +78,7 @@ class _Tpu(NamedTuple):
             source=f"docs.cloud.google.com/tpu/docs/{self.name}",
             hides=("all-gather", "collective-permute") if self.name in ("v4", "v5e") else _ALL,
             clock=self.ghz * 1e9,
+            cores=2 if self.name in ("v4", "v5p") else 1,
         )
 
 

@@ -5,12 +5,12 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from shardopt.hlo._collective import Collective
-from shardopt.hlo._hlo_text import Instruction, arrays, attributes, nbytes, operands
+from shardopt.hlo._hlo_text import Instruction, attributes, nbytes, operands
 from shardopt.hlo._program import Program
 from shardopt.hlo._walk import (
     CollectiveSite,
@@ -23,16 +23,20 @@ from shardopt.hlo._walk import (
     unread_starts,
 )
 from shardopt.pipeline import Schedule
-from shardopt.planning._attention_kernels import KERNELS, splash_flops
+from shardopt.planning._attention_kernels import kernel_call, kernel_flops, scheduled_cycles, shared_by_cores
 from shardopt.planning._costs import torus_axes
 from shardopt.planning._hardware import Hardware
 
+Kernels = Literal["scheduled", "stated"]
+"""Where the seconds of a Pallas kernel come from: its final schedule if that is known, or the flops that it states."""
+
 
 class Compute(NamedTuple):
-    """Computation on the TensorCore."""
+    """Computation on the TensorCore; `basis` says where the seconds of a Pallas kernel come from."""
 
     line: Instruction
     seconds: float
+    basis: str = ""
 
 
 class Start(NamedTuple):
@@ -79,6 +83,7 @@ class Reader:
       chip: the chip that runs it.
       clock: cycles per second of the chip, the unit of XLA's estimates.
       schedule: the schedule of a pipeline.
+      kernels: where the seconds of Pallas kernels come from.
       assumed: number of assumptions by their text: loops with unknown trip counts, instructions without an estimate.
       actions: actions by computation.
       costs: seconds by computation.
@@ -88,6 +93,7 @@ class Reader:
     chip: Hardware
     clock: float
     schedule: Schedule | None = None
+    kernels: Kernels = "scheduled"
     assumed: Counter[str] = dataclasses.field(default_factory=Counter)
     actions: dict[str, tuple[Action, ...]] = dataclasses.field(default_factory=dict)
     costs: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -146,10 +152,9 @@ class Reader:
                     delayed[line.name] = starts
                 else:
                     yield from starts
-                if not opcode.endswith("-start") and (
-                    seconds := self._seconds(line, shapes, sends=bool(sites[line.name]))
-                ):
-                    yield Compute(line, seconds)
+                if not opcode.endswith("-start"):
+                    compute = self._compute(line, shapes, sends=bool(sites[line.name]))
+                    yield from (compute,) if compute.seconds else ()
                 yield from ends
 
     def _sites(self, name: str, line: Instruction) -> Iterator[CollectiveSite]:
@@ -176,7 +181,7 @@ class Reader:
                         times.append(turns * self.cost(body))
                     case Branch(body):
                         times.append(self.cost(body))
-                    case Compute(_, seconds) | Start(_, _, _, _, seconds):
+                    case Compute(_, seconds, _) | Start(_, _, _, _, seconds):
                         times.append(seconds)
             self.costs[name] = math.fsum(times)
         return self.costs[name]
@@ -202,18 +207,34 @@ class Reader:
         hops = max(1.0, size ** (1 / axes) / 4) if site.kind in ("all-to-all", "ragged-all-to-all") else 1.0
         return hops * collective.wire_bytes / (axes * self.chip.link_bandwidth)
 
-    def _seconds(self, line: Instruction, shapes: dict[str, str], *, sends: bool) -> float:
-        """Return the seconds that the TensorCore computes an instruction."""
+    def _compute(self, line: Instruction, shapes: dict[str, str], *, sends: bool) -> Compute:
+        """Return the computation of an instruction on the TensorCore."""
         cycles = _CYCLES.search(line.rest)
         if cycles and int(cycles[1]) < _UNKNOWN_CYCLES:
-            return int(cycles[1]) / self.clock
-        write_seconds = nbytes(line.shape) / self.chip.memory_bandwidth
+            return Compute(line, int(cycles[1]) / self.clock)
         if line.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in line.rest:
-            inputs = [shapes[name] for name in operands(line) if name in shapes]
-            if flops := kernel_flops(line, inputs):
-                return flops / self.chip.flops
-            self.assumed[f"kernel {_stem(line)} without an estimate, counted by its bytes"] += 1
-            return write_seconds + sum(map(nbytes, inputs)) / self.chip.memory_bandwidth
+            return self._kernel(line, [shapes[name] for name in operands(line) if name in shapes])
+        return Compute(line, self._memory_seconds(line, sends=sends))
+
+    def _kernel(self, line: Instruction, inputs: list[str]) -> Compute:
+        """Return the computation of a Pallas kernel by its final schedule, by its flops at the chip's peak, or by bytes."""
+        call = kernel_call(line, inputs)
+        flops_seconds = kernel_flops(line, inputs) / self.chip.flops
+        if call and self.kernels == "scheduled":
+            # a kernel whose work cannot be divided among the cores of a device leaves all but one idle
+            share = shared_by_cores(self.chip.cores, call.parallel)
+            flops_seconds *= share * self.chip.cores
+            if cycles := scheduled_cycles(self.chip.name, call):
+                # the bundles do not contain the stalls of a matrix unit that is asked for more than its peak
+                return Compute(line, max(share * cycles / self.clock, flops_seconds), "scheduled")
+        if flops_seconds:
+            return Compute(line, flops_seconds, "stated")
+        self.assumed[f"kernel {_stem(line)} without an estimate, counted by its bytes"] += 1
+        moved = nbytes(line.shape) + sum(map(nbytes, inputs))
+        return Compute(line, moved / self.chip.memory_bandwidth, "bytes")
+
+    def _memory_seconds(self, line: Instruction, *, sends: bool) -> float:
+        """Return the seconds in which an instruction without an estimate reads and writes as much as its result."""
         if (
             sends
             or line.opcode in _FREE
@@ -222,28 +243,11 @@ class Reader:
         ):
             return 0.0
         self.assumed[f"{_stem(line)} without an estimate, counted by the bytes of its result"] += 1
-        return 2 * write_seconds
-
-
-def kernel_flops(line: Instruction, inputs: list[str]) -> float:
-    """Return the flops of a Pallas kernel: its stated flops, or `splash_flops` for splash attention; else 0."""
-    if stated := _STATED_FLOPS.search(line.rest):
-        return float(stated[1])
-    if "splash" not in line.name:
-        return 0.0
-    sizes = [dims for shape in inputs if len(dims := _dims(shape)) >= 3 and shape.startswith(("bf16", "f16", "f32"))]
-    if not sizes:
-        return 0.0
-    *heads, length, width = max(sizes, key=math.prod)
-    value_width = sizes[2][-1] if len(sizes) > 2 else width  # queries, keys and values come first
-    products = next((count for word, count in KERNELS.items() if word in line.name), (2, 2))
-    widths = {"keys": width, "values": min(value_width, width)}
-    return splash_flops(*products, heads=math.prod(heads), length=length, **widths)
+        return 2 * nbytes(line.shape) / self.chip.memory_bandwidth
 
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _UNKNOWN_CYCLES = 2**62
-_STATED_FLOPS = re.compile(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
 _FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "recv", "send", "opt-barrier")
 _FREE_CALLS = ('custom_call_target="AllocateBuffer"', 'custom_call_target="ConcatBitcast"')
 _SMALL = 4096
@@ -267,7 +271,3 @@ def _rendezvous(line: Instruction) -> str | None:
 
 def _stem(line: Instruction) -> str:
     return re.sub(r"[.\d]+$", "", line.name)
-
-
-def _dims(shape: str) -> list[int]:
-    return [int(dim) for dim in arrays(shape)[0].partition("[")[2].rstrip("]").split(",") if dim.isdigit()]

@@ -116,8 +116,8 @@ def _sum_over_devices(config: StrategyConfig, layout: Layout, grads: list[jax.Ar
     sharded = config.placement
     if sharded.opt_state and not sharded.grads:
         grads = reduce_scatter_grads(config.wire, grads, layout.trained)
-    done_axes = [plan.shard_axes if sharded.opt_state and plan.dim is not None else () for plan in layout.trained]
-    axes = [config.axes.gradient(plan, done=done) for plan, done in zip(layout.trained, done_axes, strict=True)]
+    done = lambda plan: plan.shard_axes if sharded.opt_state and plan.dim is not None else ()  # noqa: E731
+    axes = [config.axes.gradient(plan, done=done(plan)) for plan in layout.trained]
     return all_reduce_grads(grads, layout.trained, axes)
 
 

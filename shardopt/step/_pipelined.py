@@ -45,9 +45,8 @@ def pipelined_gradients(
     """
     schedule = config.schedule
     assert schedule is not None
-    blocks, outer = _block_and_outer(layout)
-    trained_blocks = [i for i in blocks if layout.plans[i].trainable]
-    trained_outer = [i for i in outer if layout.plans[i].trainable]
+    block_plans = [plan for plan in layout.trained if plan.stacked]
+    outer_plans = [plan for plan in layout.trained if not plan.stacked]
     model = _pipelined_model(config, layout, params, batch, step, rng)
     sums = execute(
         schedule,
@@ -55,17 +54,20 @@ def pipelined_gradients(
         _stage_weights(config, layout, schedule, params),
         layout.counts,
         remat=config.loss.remat,
-        specs=SumSpecs(*([layout.plans[i].tensor for i in indices] for indices in (trained_blocks, trained_outer))),
+        specs=SumSpecs(*([plan.tensor for plan in plans] for plans in (block_plans, outer_plans))),
     )
-    block_grads = [g.astype(layout.plans[i].dtype) for i, g in zip(trained_blocks, sums.blocks, strict=True)]
+    block_grads, outer_grads = _as_stored(sums.blocks, block_plans), _as_stored(sums.outer, outer_plans)
     if config.gathers_once:
-        block_grads = reduce_scatter_grads(config.wire, block_grads, [layout.plans[i] for i in trained_blocks])
-    grads = dict(zip(trained_blocks, block_grads, strict=True))
-    outer_grads = [g.astype(layout.plans[i].dtype) for i, g in zip(trained_outer, sums.outer, strict=True)]
+        block_grads = reduce_scatter_grads(config.wire, block_grads, block_plans)
     if config.placement.grads:
-        outer_grads = reduce_scatter_grads(config.wire, outer_grads, [layout.plans[i] for i in trained_outer])
-    grads |= dict(zip(trained_outer, outer_grads, strict=True))
-    return [grads[i] for i in sorted(grads)], sums.parts
+        outer_grads = reduce_scatter_grads(config.wire, outer_grads, outer_plans)
+    next_block, next_outer = iter(block_grads), iter(outer_grads)
+    return [next(next_block if plan.stacked else next_outer) for plan in layout.trained], sums.parts
+
+
+def _as_stored(grads: Arrays, plans: list[LeafPlan]) -> Arrays:
+    """Return gradients in the dtypes of their leaves."""
+    return [grad.astype(plan.dtype) for grad, plan in zip(grads, plans, strict=True)]
 
 
 def stored_order(schedule: Schedule, layout: Layout, grads: list[jax.Array]) -> list[jax.Array]:

@@ -311,12 +311,9 @@ def test_the_page_of_all_benchmarks_in_short():
     work = [row["of_plain"] for name, row in list(results("pipeline")["keeping"]["large"]["runs"].items())[1:]]
     proof = [row["median_ratio"] - 1 for row in results("separability_cost")["models"].values()]
     mixtral = results("experts_pod")["mixtral-8x7b v5p:4x4x4 expert=1"]
-    compiled = [
-        row
-        for name, row in results("beside_maxtext").items()
-        if "=" not in name and ("4x4x4" in name or "8x8 " in name)
-    ]
-    compiled = [row for row in compiled if row["ratio"] < 0.95]
+    fsdp = results("beside_maxtext")["llama3-8b v5p:4x4x4 4096 x 1"]
+    assert fsdp["maxtext"]["choice"]["fused"] is False
+    four_rows = results("beside_maxtext")["llama3-8b v5p:4x4x4 4096 x 4"]
     told = [
         f"error feedback with `int8` | held-out loss times {losses['int8, error feedback']['ratio']:.3f}",
         f"DiLoCo, H = 50, four replicas | held-out loss times {losses['DiLoCo']['ratio']:.3f}",
@@ -328,11 +325,13 @@ def test_the_page_of_all_benchmarks_in_short():
         f"{min(work):.2f} to {max(work):.2f} of the work",
         f"0% to {max(proof):.0%} of it",
         f"takes {mixtral['shardopt']['seconds'] / mixtral['maxtext']['seconds']:.2f} of MaxText's time on v5p",
-        f"takes {min(row['ratio'] for row in compiled):.2f} to {max(row['ratio'] for row in compiled):.2f} of MaxText's time",
-        f"in {min(row['memory_ratio'] for row in compiled):.2f} to {max(row['memory_ratio'] for row in compiled):.2f} of its",
+        f"takes {fsdp['ratio']:.2f} of the time of MaxText's defaults",
+        f"and {fsdp['scheduled_ratio']:.2f} with attention's kernels by their",
+        f"in {fsdp['memory_ratio']:.2f} of its memory",
+        f"it takes {four_rows['ratio']:.2f} of a program of MaxText that keeps attention's results",
     ]
     for words in told:
-        assert words in text, words
+        assert words in " ".join(text.split()), words
 
 
 def test_sums_between_processes():

@@ -130,3 +130,39 @@ def test_heads_that_tensor_does_not_divide_are_refused(mesh_of):
     mesh = mesh_of(data=4, tensor=2)
     with pytest.raises(ValueError, match="1 heads of keys and values cannot be sharded over mesh axis 'tensor'"):
         jax.jit(so.mesh.on_mesh(mesh, lambda *xs: so.nn.attention(*xs, implementation="splash")))(*args)
+
+
+def test_a_soft_cap_has_the_gradients_of_plain_softmax_in_tiles_too():
+    """Positions choose the tiles, whose backward pass is written by hand; the scores are well beyond the cap."""
+    query, key, value = drawn(length=40)
+    query, cap = 8 * query, 1.5
+
+    def plain(query, key, value):
+        key, value = (jnp.repeat(x, H // G, axis=2) for x in (key, value))
+        scores = cap * jnp.tanh(jnp.einsum("bthk,bshk->bhts", query, key) / (K**0.5 * cap))
+        mask = jnp.tril(jnp.ones((40, 40), bool))[None, None]
+        return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(jnp.where(mask, scores, -jnp.inf)), value)
+
+    def sines(attention):
+        return lambda *args: jnp.sum(jnp.sin(attention(*args)))
+
+    expected_gradients = jax.jit(jax.grad(sines(plain), argnums=(0, 1, 2)))(query, key, value)
+    for positions in (None, jnp.arange(40)):
+        capped = functools.partial(so.nn.attention, softcap=cap, positions=positions)
+        gradients = jax.jit(jax.grad(sines(capped), argnums=(0, 1, 2)))(query, key, value)
+        for ours, theirs in zip(gradients, expected_gradients, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+def test_sinks_are_keys_with_values_of_zeros():
+    query, key, value = drawn(length=12, groups=H)
+    sinks = jnp.linspace(-1.0, 2.0, H)
+    scores = jnp.einsum("bthk,bshk->bhts", query, key) / K**0.5
+    scores = jnp.where(jnp.tril(jnp.ones((12, 12), bool))[None, None], scores, -jnp.inf)
+    scores = jnp.concatenate([scores, jnp.broadcast_to(sinks[None, :, None, None], (2, H, 12, 1))], axis=-1)
+    expected_values = jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores)[..., :-1], value)
+    np.testing.assert_allclose(so.nn.attention(query, key, value, sinks=sinks), expected_values, atol=2e-6)
+    with pytest.raises(ValueError, match="sinks work on whole rows in natural order"):
+        so.nn.attention(query, key, value, sinks=sinks, positions=jnp.arange(12))
+    with pytest.raises(ValueError, match="splash computes neither softcap nor sinks"):
+        so.nn.attention(query, key, value, softcap=2.0, implementation="splash")

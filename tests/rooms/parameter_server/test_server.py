@@ -41,6 +41,12 @@ def test_without_staleness_the_mean_is_applied_once_all_have_pushed():
     np.testing.assert_allclose(state.params["w"], [-1.0, -1.0])
 
 
+def test_lookahead_is_refused_by_the_type_of_its_state():
+    server = make_server(optax.chain(optax.clip(1.0), optax.lookahead(optax.sgd(1.0), 5, 0.5)), max_staleness=0)
+    with pytest.raises(ValueError, match=r"^parameter_server: optax.lookahead steps two copies of the parameters, "):
+        server.init({"w": jnp.arange(2.0)})
+
+
 def test_weights_and_rows_make_it_the_mean_of_the_union():
     server = make_server(optax.sgd(1.0), max_staleness=0)
     state = started(server, 2)

@@ -309,6 +309,88 @@ def test_kernels_take_what_they_state_or_what_their_shapes_tell():
     assert other.notes == ("assumed: 1 x kernel mine without an estimate, counted by its bytes",)
 
 
+def attention(name, results, inputs, config=""):
+    """A kernel of attention, with its inputs as parameters of their shapes."""
+    lines = [f"%i{at} = {shape} bitcast(%p)" for at, shape in enumerate(inputs)]
+    operands = ", ".join(f"{'/*index=5*/' if at == 5 else ''}%i{at}" for at in range(len(inputs)))
+    call = f'%{name}.1 = {results} custom-call({operands}), custom_call_target="tpu_custom_call"{config}'
+    return [*lines, call, work("a", 0)]
+
+
+def backward_kernel(groups, rows=1, heads=32, length=4096):
+    query, key = f"bf16[{rows},{heads},{length},128]", f"bf16[{rows},{groups},{length},128]"
+    number = f"f32[{rows},{heads},1,{length}]"
+    tiles = (length // 512) * (length // 512 + 1) // 2
+    inputs = [f"s32[{tiles}]", f"s32[{tiles}]", query, query, number, number, key, key]
+    stated = ', backend_config={"custom_call_config":{"body":"x","cost_estimate":{"flops":"229500000000"}}}'
+    return attention("transpose_jvp_splash_backward__", f"({query}, {key}, {key})", inputs, stated)
+
+
+def forward_kernel(block, heads=32, length=4096, segments=""):
+    table, query = f"s8[1,{length // block},{length // block}]", f"bf16[{heads},{length},128]"
+    sizes = f'{{\\"block_q\\": {block}, \\"block_kv\\": {block}}}'
+    metadata = f', frontend_attributes={{kernel_metadata={{\n"xprof_metadata":"{sizes}"\n}}}}, metadata={{op_name="x"}}'
+    inputs = [table, table, query, query, query, f"s32[{length},128]"]
+    return attention(f"splash_mha_fwd{segments}_residuals", f"({query}, f32[{heads},{length},128])", inputs, metadata)
+
+
+def milliseconds(lines, chip, **options):
+    step = step_seconds(program(*lines), mesh=MESH, hardware=chip, **options)
+    (operation,) = step.operations
+    assert f"{operation.name} ({operation.basis})" in str(step)
+    return operation.basis, pytest.approx(step.total * 1e3)
+
+
+def test_known_attention_kernels_take_their_final_schedule():
+    cycles = 32 * (36 * 3097 + 8 * 146)  # heads x (visible tiles, and blocks of rows) on v5p, over two cores
+    assert milliseconds(backward_kernel(groups=8), "v5p") == ("scheduled", cycles / 2 / 1.75e6)
+    assert milliseconds(backward_kernel(groups=8), "v6e") == ("scheduled", 32 * (36 * 2065 + 8 * 86) / 1.75e6)
+    forward = 32 * (64 * 319 + 36 * 1199 + 8 * 507)  # jax visits all tiles, and computes the visible ones
+    assert milliseconds(forward_kernel(512), "v5p") == ("scheduled", forward / 2 / 1.75e6)
+    forward = 32 * (16 * 312 + 10 * 4846 + 4 * 995)
+    assert milliseconds(forward_kernel(1024), "v5p") == ("scheduled", forward / 2 / 1.75e6)
+
+
+def test_the_fused_backward_kernel_of_jax_shares_rows_among_cores():
+    query, key, table = "bf16[4,32,4096,128]", "bf16[4,8,4096,128]", "s8[1,4,4]"
+    metadata = ', frontend_attributes={kernel_metadata={\n"xprof_metadata":"{\\"block_q_dkv\\": 1024}"\n}}, metadata={op_name="x"}'
+    results = f"(bf16[4,4,32,4096,128], {key}, {key})"
+    lines = attention("splash_mha_dkv_segmented_no_residuals", results, [table, table, query, key, key], metadata)
+    products = 4 * 32 * 10 * 5 * 2 * 1024**2 * 128  # five in each of ten visible tiles, at the peak of both cores
+    assert milliseconds(lines, "v5p") == ("scheduled", products / 459e9)
+    assert milliseconds(lines, "v6e") == ("scheduled", 4 * 32 * (16 * 246 + 10 * 6046 + 4 * 59.5) / 1.75e6)
+
+
+def test_one_group_of_heads_uses_one_of_two_cores():
+    shared, alone = (milliseconds(backward_kernel(groups=groups), "v5p") for groups in (8, 1))
+    assert (alone[0], alone[1].expected) == ("scheduled", pytest.approx(2 * shared[1].expected))
+    # of three groups one core has two
+    three = milliseconds(backward_kernel(groups=3, heads=24), "v5p")[1].expected
+    assert three == pytest.approx(24 / 32 * 4 / 3 * shared[1].expected)
+    narrow = [[line.replace("128]", "64]") for line in backward_kernel(groups=groups)] for groups in (8, 1)]
+    assert [milliseconds(lines, "v5p") for lines in narrow] == [("stated", 0.5), ("stated", 1.0)]
+    assert milliseconds(backward_kernel(groups=1), "v5p", kernels="stated") == ("stated", 0.5)
+    assert milliseconds(backward_kernel(groups=1), "v6e", kernels="stated") == ("stated", 0.25)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        backward_kernel(groups=8)[:-3] + backward_kernel(groups=8)[-2:],  # an operand more or less: segments
+        [line.replace("s32[36]", "s32[64]") for line in backward_kernel(groups=8)],  # not causal
+        [line.replace("128]", "64]") for line in backward_kernel(groups=8)],  # heads of 64
+    ],
+    ids=["operands", "tiles", "width"],
+)
+def test_other_attention_kernels_take_what_they_state(lines):
+    assert milliseconds(lines, "v5p")[0] == "stated"
+
+
+def test_kernels_is_one_of_two_words():
+    with pytest.raises(ValueError, match=r"^step_seconds: kernels must be 'scheduled' or 'stated', got 'fast'\."):
+        step_seconds(program(), mesh=MESH, hardware=CHIP, kernels="fast")
+
+
 def test_what_has_no_estimate_takes_its_bytes_and_is_named():
     unknown = f'"estimated_cycles":"{2**63 - 1}"'
     step = seconds(

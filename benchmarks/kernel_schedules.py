@@ -1,0 +1,241 @@
+"""Final schedules of attention's kernels: VLIW bundles of a grid step, of a tile and of a block of rows, without a TPU.
+
+    python benchmarks/kernel_schedules.py [--dumps FOLDER]
+
+Needs `pip install 'shardopt[tpu]'` or another libtpu. A process for each program compiles it with `LIBTPU_INIT_ARGS` that
+dump the schedules that libtpu generates machine code from (`--xla_jf_dump_llo_text`, label `final_bundles`). One program has
+shardopt's backward kernel, the others jax's splash kernels with blocks of 512, and of 1024 with the fused backward kernel.
+A row of 4096 tokens has 32 heads of 128, and 8 of keys and values. A core starts one bundle a cycle. Stalls are not counted, but a
+kernel takes at least its flops at the core's peak.
+
+A kernel is a loop over grid steps. Its branches are in the file: what starts and ends a block of rows, and with jax what a
+visible tile computes. The kernel's entry in `KERNELS` says how often each branch is taken. A schedule with another number of
+branches is refused. `shardopt.planning` has the counts, and takes them for `step_seconds`.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from common import write_json
+
+HEADS, GROUPS, LENGTH, WIDTH = 32, 8, 4096, 128
+TOPOLOGIES = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+FLAGS = "--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
+SEGMENTED = "_segmented"
+PROGRAMS = {"shardopt": ("splash_backward",)} | {
+    f"jax{block}{segments}": phases
+    for segments in ("", SEGMENTED)
+    for block, phases in ((512, ("fwd", "dq", "dkv")), (1024, ("fwd", "dkv")))
+}
+"""Program -> words in the names of its kernels. MaxText passes segments, also where a row has one."""
+ROW, GROUP, TILE = "row", "group", "tile"
+KERNELS = {
+    "splash_backward": (ROW, GROUP, ROW, GROUP),
+    "fwd": (ROW, TILE, ROW),
+    "dq": (ROW, TILE, ROW),
+    "dkv": (GROUP, TILE, GROUP),
+}
+"""Word -> how often each branch of a step is taken: for a head's rows, for a group of heads, or in a visible tile."""
+
+
+class Counts(NamedTuple):
+    """Bundles of a kernel.
+
+    Attributes:
+      step: in each step of the grid.
+      tile: more in a tile in which a query sees a key.
+      row: more for a block of rows of a head. What a group of heads shares is divided among its heads.
+    """
+
+    step: float
+    tile: float
+    row: float
+
+
+class Region(NamedTuple):
+    """Bundles from a forward branch to its target; `parts` are the regions directly in it."""
+
+    start: int
+    end: int
+    parts: "tuple[Region, ...]"
+
+    @property
+    def own(self) -> int:
+        """Return the bundles outside of `parts`."""
+        return self.end - self.start - sum(part.end - part.start for part in self.parts)
+
+
+_LINE = re.compile(r"^ *(0x[0-9a-f]+|0) *([A-Z]{2})?[ :>]*\{")
+_BRANCH = re.compile(r"sbr\.rel \((!?)")
+
+
+def loop_of(text: str) -> Region:
+    """Return the loop over grid steps of a schedule, from the text of its final bundles.
+
+    Forward branches end at the next open fallthrough (`PF`). The branch at the end of the loop goes back.
+    """
+    start, opened, closed = -1, [], [[]]
+    for line in text.splitlines():
+        if not (match := _LINE.match(line)):
+            continue
+        at, label = int(match[1], 16), match[2]
+        if label == "LB" and start < 0:
+            start = at
+        if label == "PF" and opened:
+            begin = opened.pop()
+            parts = closed.pop()
+            closed[-1].append(Region(begin, at, tuple(parts)))
+        if start >= 0 and (branch := _BRANCH.search(line)):
+            if branch[1]:
+                if opened:
+                    raise ValueError(f"the loop ends at bundle {at} inside a branch")
+                return Region(start, at + 1, tuple(closed[0]))
+            opened.append(at + 1)
+            closed.append([])
+    raise ValueError("this schedule has no loop over grid steps")
+
+
+def counts_of(text: str, kernel: str, block: int) -> Counts:
+    """Return the counts of a kernel from the text of its final bundles."""
+    loop = loop_of(text)
+    step = loop.own
+    branches = loop.parts
+    if len(branches) == 1 and branches[0].parts:  # the last steps, which only write, skip the whole body
+        step, branches = step + branches[0].own, branches[0].parts
+    if len(branches) != len(KERNELS[kernel]):
+        raise ValueError(f"{kernel}: {len(branches)} branches, expected {KERNELS[kernel]}")
+    sums = dict.fromkeys((ROW, GROUP, TILE), 0.0)
+    for use, region in zip(KERNELS[kernel], branches, strict=True):
+        sums[use] += region.end - region.start
+    whole_head = LENGTH // block if kernel == "splash_backward" else 1  # it holds the gradients of all rows of a head
+    row = (sums[ROW] + sums[GROUP] / (HEADS // GROUPS)) / whole_head
+    return Counts(step, sums[TILE], row)
+
+
+def compile_program(program: str, topology: str) -> None:
+    """Compile a program of one row for every chip of a topology."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    import shardopt as so
+    from shardopt.nn._flash import Keys, Marks, Queries, Rule
+    from shardopt.nn._splash_backward import gradients
+    from shardopt.planning import topology_devices
+
+    devices = topology_devices(topology)
+    mesh = so.make_mesh(data=len(devices), devices=devices)
+
+    def ours(query, key, value, d_out, logsumexp):
+        marks = Marks(None, None)
+        queries = Queries(query, d_out, logsumexp, logsumexp, marks)
+        return gradients(queries, Keys(key, value, marks), Rule(True, None), dtype=query.dtype)
+
+    def theirs(query, key, value, d_out, logsumexp):
+        block = _block(program)
+        fused = block == 1024
+        sides = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", *(() if fused else ("q_dq", "kv_dq")))
+        sizes = splash.BlockSizes(**{f"block_{side}": block for side in sides}, use_fused_bwd_kernel=fused)
+        mask = splash.MultiHeadMask([splash.CausalMask((LENGTH, LENGTH))] * HEADS)
+        kernel = splash.make_splash_mha(mask, head_shards=1, q_seq_shards=1, block_sizes=sizes)
+        if program.endswith(SEGMENTED):
+            rows = logsumexp[:, 0].astype(jnp.int32)  # any input, which the compiler does not know
+            ids = splash.SegmentIds(rows, rows)
+            return jax.vjp(lambda *operands: jax.vmap(kernel)(*operands, ids), query, key, value)[1](d_out)
+        return jax.vjp(jax.vmap(kernel), query, key, value)[1](d_out)
+
+    split = PartitionSpec("data")
+    shapes = [
+        jax.ShapeDtypeStruct((len(devices), *shape), dtype, sharding=NamedSharding(mesh, split))
+        for shape, dtype in (
+            ((HEADS, LENGTH, WIDTH), jnp.bfloat16),
+            *[((GROUPS, LENGTH, WIDTH), jnp.bfloat16)] * 2,
+            ((HEADS, LENGTH, WIDTH), jnp.bfloat16),
+            ((HEADS, LENGTH), jnp.float32),
+        )
+    ]
+    function = ours if program == "shardopt" else theirs
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
+    jax.jit(mapped).lower(*shapes).compile()
+
+
+def schedules(chip: str, program: str, folder: Path) -> dict[str, dict[str, float]]:
+    """Return the counts of a program's kernels by name, compiled by a process of its own if the folder is not there."""
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        env = os.environ | {"LIBTPU_INIT_ARGS": FLAGS.format(folder=folder), "JAX_PLATFORMS": "cpu"}
+        subprocess.run([sys.executable, __file__, "--child", program, TOPOLOGIES[chip]], env=env, check=True)
+    counts = {}
+    for word in PROGRAMS[program]:
+        (path,) = [
+            path
+            for path in folder.glob("*-final_bundles.txt")
+            if re.search(rf"-(splash_mha_{word}_|(transpose_jvp_)?{word}[_.])", path.name)
+            and "schedule-analysis" not in path.name
+        ]
+        segments = SEGMENTED if program.endswith(SEGMENTED) else ""
+        name = word if program == "shardopt" else f"{word}{segments} {_block(program)}"
+        counts[name] = counts_of(path.read_text(), word, _block(program))._asdict()
+    return counts
+
+
+def _block(program: str) -> int:
+    return int(program.removeprefix("jax").removesuffix(SEGMENTED)) if program != "shardopt" else 512
+
+
+def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
+    """Return a line for each kernel: its counts, and milliseconds of a row by its schedule and by its flops at peak."""
+    from shardopt.planning import HARDWARE
+    from shardopt.planning import _attention_kernels as kernels
+
+    lines = [
+        "| chip | kernel | blocks | bundles: step, more in a tile, in a row of blocks | cores | ms, scheduled | ms, stated |"
+    ]
+    lines.append("|---|---|---:|---|---:|---:|---:|")
+    for chip, counts in results.items():
+        for name, bundles in counts.items():
+            word, _, size = name.partition(" ")
+            phase, block = word.removesuffix(SEGMENTED), int(size or 512)
+            phase = "fused" if (phase, block) == ("dkv", 1024) else phase
+            kernel = phase + word[len(word.removesuffix(SEGMENTED)) :]
+            parallel = {"splash_backward": GROUPS, "fwd": HEADS}.get(phase, 1)
+            call = kernels.KernelCall(kernel, block, HEADS, LENGTH, WIDTH, parallel)
+            share, hardware = kernels.shared_by_cores(HARDWARE[chip].cores, parallel), HARDWARE[chip]
+            products = kernels.KERNELS["fused" if phase == "splash_backward" else phase]
+            flops = kernels.splash_flops(*products, heads=HEADS, length=LENGTH, keys=WIDTH, values=WIDTH, block=block)
+            stated = flops / hardware.flops
+            bundles_seconds = share * (kernels.scheduled_cycles(chip, call) or 0) / hardware.clock
+            scheduled = max(bundles_seconds, share * hardware.cores * stated)
+            owner = "shardopt, backward" if kernel == "splash_backward" else f"jax, {kernel.replace('_', ', ')}"
+            numbers = f"{bundles['step']:,.0f}, {bundles['tile']:,.0f}, {bundles['row']:,.0f}"
+            used = f"{round(1 / share)} of {hardware.cores}"
+            times = f"{scheduled * 1e3:.2f} | {stated * 1e3:.2f}"
+            lines.append(f"| {chip} | {owner} | {block} | {numbers} | {used} | {times} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Compile, count, store and print."""
+    if sys.argv[1:2] == ["--child"]:
+        compile_program(*sys.argv[2:])
+        return
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dumps", type=Path, default=Path(tempfile.gettempdir()) / "kernel_schedules")
+    options = parser.parse_args()
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for chip in TOPOLOGIES:
+        for program in PROGRAMS:
+            results.setdefault(chip, {}).update(schedules(chip, program, options.dumps / f"{chip}_{program}"))
+    write_json(__file__, results)
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()

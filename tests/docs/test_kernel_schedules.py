@@ -1,0 +1,78 @@
+"""`benchmarks/kernel_schedules.py` without a compiler: branches of a schedule, and the counts that the package has."""
+
+import json
+import sys
+
+import pytest
+from support.paths import ROOT
+
+from shardopt.planning._attention_kernels import SCHEDULED
+
+pytestmark = pytest.mark.fast
+
+# a loop from bundle 2 to 12; the last steps skip 4 to 11, the branches in it skip 5 to 6 and 8 to 10
+SCHEDULE = """
+     0   :  { %s1 = sld [smem:[#allocation0]] }
+   0x1   :  { %2 = sbr.rel (%p0) target = $region4 }
+   0x2 LB: > { %s3 = smov 0 }
+   0x3   : > { %4 = sbr.rel (%p1) target = $region8 }
+   0x4   : > { %5 = sbr.rel (%p2) target = $region12 }
+   0x5   : > { %v6 = vadd.f32 %v5, %v5 }
+   0x6   : > { %v7 = vadd.f32 %v5, %v5 }
+   0x7 PF: > { %8 = sbr.rel (%p3) target = $region16 }
+   0x8   : > { %v9 = vadd.f32 %v5, %v5 }
+0x9   : > { %v10 = vadd.f32 %v5, %v5 }
+   0xa PF: > { %v11 = vadd.f32 %v5, %v5 }
+   0xb PF: > { %v12 = vadd.f32 %v5, %v5 }
+   0xc   : > { %13 = sbr.rel (!%p4) target = $region20 }
+   0xd   :  { %14 = vsyncpa [#allocation3], 1 }
+"""
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Import the script, and forget it afterwards."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    yield __import__("kernel_schedules")
+    for name in ("common", "kernel_schedules"):
+        del sys.modules[name]
+
+
+def test_the_branches_of_a_loop(script):
+    loop = script.loop_of(SCHEDULE)
+    (body,) = loop.parts
+    assert (loop.start, loop.end, loop.own) == (2, 13, 4)
+    assert [(part.start, part.end) for part in body.parts] == [(5, 7), (8, 10)]
+    assert body.own == 3
+
+
+def test_the_counts_of_a_kernel(script, monkeypatch):
+    monkeypatch.setitem(script.KERNELS, "fwd", (script.ROW, script.TILE))
+    assert script.counts_of(SCHEDULE, "fwd", 512) == (7, 2, 2)
+    monkeypatch.setitem(script.KERNELS, "fwd", (script.ROW, script.TILE, script.ROW))
+    with pytest.raises(ValueError, match=r"^fwd: 2 branches, expected \('row', 'tile', 'row'\)"):
+        script.counts_of(SCHEDULE, "fwd", 512)
+    with pytest.raises(ValueError, match="no loop over grid steps"):
+        script.loop_of(SCHEDULE.replace("LB", "  "))
+
+
+def test_the_package_has_the_counts_of_the_results():
+    record = json.loads((ROOT / "benchmarks" / "results" / "kernel_schedules.json").read_text())
+    assert record["versions"]["libtpu"] == "0.0.52"
+    stored = {}
+    for chip, kernels in record["results"].items():
+        for name, counts in kernels.items():
+            kernel, _, block = name.partition(" ")
+            kernel = kernel.replace("dkv", "fused") if block == "1024" else kernel
+            stored[chip, kernel, int(block or 512), 128] = tuple(counts.values())
+    assert {key: tuple(bundles) for key, bundles in SCHEDULED.items()} == stored
+
+
+def test_the_note_has_the_table_of_the_results(script):
+    results = json.loads((ROOT / "benchmarks" / "results" / "kernel_schedules.json").read_text())["results"]
+    text = (ROOT / "docs" / "notes" / "kernels.md").read_text()
+    assert script.table(results) in text
+    milliseconds = {
+        line.split(" | ")[1]: float(line.split(" | ")[5]) for line in text.splitlines() if "| v5p | jax" in line
+    }
+    assert f"{milliseconds['jax, dq'] + milliseconds['jax, dkv']:.2f} ms on v5p" in text
