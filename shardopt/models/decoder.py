@@ -80,7 +80,14 @@ def rules(config: DecoderConfig) -> tuple[tuple[str, P], ...]:
 
 
 def matrices(config: DecoderConfig) -> tuple[tuple[str, Matrix], ...]:
-    """Return the leaves of blocks that are matrices, for `so.optimizers` and `shardopt.adapters`."""
+    """Return the leaves of blocks that are matrices, for the `matrices` of `so.optimizers` and of `shardopt.adapters`.
+
+    Args:
+      config: the description of the model.
+
+    Returns:
+      [(regex, Matrix), ...]; each regex matches a leaf of the model.
+    """
     paths = [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes_of(config), is_leaf=_is_shape)]
     return tuple(
         (f"blocks/{pattern}", matrix)
