@@ -7,7 +7,6 @@
 import contextlib
 import logging
 import os
-import queue
 import secrets
 import socket
 import threading
@@ -28,7 +27,14 @@ from shardopt.parameter_server._callbacks import Callbacks
 from shardopt.parameter_server._coordinator import Coordinator, Milestone, WorkerTask
 from shardopt.parameter_server._fragments import Fragment
 from shardopt.parameter_server._log import Log
-from shardopt.parameter_server._ray_groups import CoordinatorError, Follower, Leader, ProcessFailure, free_address
+from shardopt.parameter_server._ray_groups import (
+    CoordinatorError,
+    Follower,
+    Leader,
+    ProcessFailure,
+    SharedAnswers,
+    free_address,
+)
 from shardopt.parameter_server._ray_servers import TRIES, RayServers, RemoteParams, check_token
 from shardopt.parameter_server._run import (
     AsyncResult,
@@ -540,17 +546,17 @@ class WorkerProcess:
         begin_process(settings, devices=devices)
         self.token, self.servers = token, servers
         self.compute: Compute | None = None
-        self.shared_answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.shared_answers = SharedAnswers()
 
     def address(self, token: str) -> str:
         """Return an address at which the other processes of its group can reach this one."""
         check_token(self.token, token)
         return free_address()
 
-    def receive(self, token: str, answer: object) -> None:
+    def receive(self, token: str, number: int, answer: object) -> None:
         """Take an answer of the coordinator that the first process of the group shares."""
         check_token(self.token, token)
-        self.shared_answers.put(answer)
+        self.shared_answers.put(number, answer)
 
     def work(
         self, server: "ActorHandle", pickled_compute: bytes, place: GroupPlace, address: str
@@ -567,7 +573,9 @@ class WorkerProcess:
                     initialize(address, place.num_processes, place.rank)
                 make_compute, batches_of, key = cloudpickle.loads(pickled_compute)
                 compute = self.compute = make_compute(batches_of, key, place.worker)
-            client = Leader(coordinator, self.token, place.followers) if place.followers else coordinator
+            client = coordinator
+            if place.followers:
+                client = Leader(coordinator, self.token, place.followers, self.shared_answers.numbers)
             run_worker(client, compute, place.worker, place.incarnation)
         except CoordinatorError as error:
             return error.failure or ServerLostReport(coordinator.version)

@@ -4,9 +4,10 @@ All processes of a group run the same `run_worker` on a mesh over all of their d
 server. It shares each answer with the other processes, with parameters in Ray's object store, so that all do the same step.
 """
 
+import itertools
 import queue
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from shardopt.core._types import PyTree
@@ -50,11 +51,47 @@ class CoordinatorClient(Protocol):
         ...
 
 
+class SharedAnswers:
+    """The answers that the first process of a group shares, numbered: sent by it, and received by another process.
+
+    The threads of a Ray actor may receive two answers in another order than they were sent.
+
+    Example:
+      >>> answers = SharedAnswers()
+      >>> answers.put(1, "second")
+      >>> answers.put(0, "first")
+      >>> answers.next(), answers.next()
+      ('first', 'second')
+    """
+
+    def __init__(self):
+        self.numbers = itertools.count()
+        self._received: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._early: dict[int, Any] = {}
+
+    def put(self, number: int, answer: object) -> None:
+        """Receive an answer."""
+        self._received.put((number, answer))
+
+    def next(self) -> Any:
+        """Wait for the next answer in the order of the numbers, and return it."""
+        number = next(self.numbers)
+        while number not in self._early:
+            self._early.update([self._received.get()])
+        return self._early.pop(number)
+
+
 class Leader:
     """The client of the first process of a group: it calls the coordinator, and sends the answers to the other processes."""
 
-    def __init__(self, coordinator: CoordinatorClient, token: str, followers: "tuple[ActorHandle, ...]"):
-        self._coordinator, self._token, self._followers = coordinator, token, followers
+    def __init__(
+        self,
+        coordinator: CoordinatorClient,
+        token: str,
+        followers: "tuple[ActorHandle, ...]",
+        numbers: Iterator[int],
+    ):
+        self._coordinator, self._token, self._followers, self._numbers = coordinator, token, followers, numbers
 
     def enter(self, worker: int, incarnation: int) -> int | None:
         """See `Coordinator.enter`."""
@@ -76,15 +113,15 @@ class Leader:
             answer = call()
             return answer
         finally:
-            shared = ray.put(answer)  # once for all processes, because it may have all parameters
+            number, shared = next(self._numbers), ray.put(answer)  # once for all: it may have all parameters
             for process in self._followers:
-                process.receive.remote(self._token, shared)
+                process.receive.remote(self._token, number, shared)
 
 
 class Follower:
     """The client of another process of a group: it gets the answers that the first process received."""
 
-    def __init__(self, answers: "queue.SimpleQueue[Any]"):
+    def __init__(self, answers: SharedAnswers):
         self._answers, self.version = answers, 0  # only the first process knows the version
 
     def enter(self, worker: int, incarnation: int) -> int | None:
@@ -100,7 +137,7 @@ class Follower:
         return self._next()
 
     def _next(self) -> Any:
-        answer = self._answers.get()
+        answer = self._answers.next()
         if isinstance(answer, CoordinatorError):
             raise answer
         return answer
