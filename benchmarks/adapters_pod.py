@@ -68,7 +68,9 @@ def compiled(model_name, topology, length, rows, base):
     devices = 8
     try:
         report = so.aot(
-            lambda mesh: so.fsdp(optax.adamw(1e-4), mesh, model, gather_dtype=jnp.bfloat16, view="per_device", **options),
+            lambda mesh: so.fsdp(
+                optax.adamw(1e-4), mesh, model, gather_dtype=jnp.bfloat16, view="per_device", **options
+            ),
             params,
             transformer.abstract_batch(shape, rows * devices),
             topology=topology,
