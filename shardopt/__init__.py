@@ -26,7 +26,9 @@ from shardopt.pipeline import schedules
 from shardopt.runtime._doctor import doctor
 from shardopt.runtime._processes import initialize
 from shardopt.step._adopt import adopt
+from shardopt.step._average import with_average
 from shardopt.step._check import check
+from shardopt.step._find_nan import NonFinite, find_nan
 from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.strategies import ddp, fsdp, hybrid, zero
 from shardopt.training._fit import fit
@@ -47,6 +49,7 @@ __all__ = [
     "DeferredInit",
     "Max",
     "Min",
+    "NonFinite",
     "ShardedOptimizer",
     "Sum",
     "TrainState",
@@ -67,6 +70,7 @@ __all__ = [
     "diloco",
     "doctor",
     "errors",
+    "find_nan",
     "fit",
     "fsdp",
     "gather_batch",
@@ -88,6 +92,7 @@ __all__ = [
     "schedules",
     "training",
     "transforms",
+    "with_average",
     "with_params",
     "zero",
 ]

@@ -137,6 +137,31 @@ class Updated(NamedTuple):
     values: PyTree
 
 
+class AverageParamsState(NamedTuple):
+    """The state of `so.transforms.average_params`; it lives with the parameters, not at owners of matrices.
+
+    Attributes:
+      num_steps: int32, the number of updates.
+      num_averaged: int32, the number of parameters that the average has taken in.
+      average: the average of the trained parameters, in fp32 at least.
+    """
+
+    num_steps: jax.Array
+    num_averaged: jax.Array
+    average: PyTree
+
+
+def is_average(node: object) -> bool:
+    """Return whether a node of an optimizer state is the state of `average_params`."""
+    return isinstance(node, AverageParamsState)
+
+
+def in_averages(opt_state: PyTree) -> list[bool]:
+    """Return, for each leaf of an optimizer state, whether it belongs to an average of the parameters."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=is_average)
+    return [is_average(node) for node in nodes for _ in jax.tree.leaves(node)]
+
+
 def path_text(path: KeyPath) -> str:
     """Return a key path as names joined by slashes: `params["blocks"]["attention"]` gives "blocks/attention"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -1,6 +1,7 @@
 """Decide which equations of an update run at the owners of matrices, and which on the shards of parameters.
 
-State of stacked blocks lives at their owners. Gradients and parameters do not, and updates must return to the parameters.
+State of stacked blocks lives at their owners. Gradients, parameters and averages of parameters do not, and updates must
+return to the parameters.
 A minimum cut of the update's trace finds the variables to move, with the fewest bytes. For Muon and Adam the gradient
 moves to the owner and the update moves back. Weight decay is a term of the parameter, and is added at the parameter.
 """
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import jax.extend.core as jex
 
 from shardopt.config._layout import Layout
+from shardopt.core._types import in_averages
 from shardopt.matrices._matrix_tasks import Groups, is_heavy, is_opaque
 from shardopt.matrices._owners import is_moved
 from shardopt.partition import LeafPlan
@@ -39,10 +41,12 @@ class Sides(NamedTuple):
     Attributes:
       at_owners: the equations that run at owners.
       moves: the variables that move between the two sides.
+      returns: for each result of the update, whether it lives with the parameters: updates, and averages of parameters.
     """
 
     at_owners: frozenset[int]
     moves: dict[jex.Var, Move]
+    returns: tuple[bool, ...]
 
 
 def plan_sides(layout: Layout, trace: Trace, min_elements: int, tasks: Collection[int], devices: int) -> Sides:
@@ -57,7 +61,7 @@ def plan_sides(layout: Layout, trace: Trace, min_elements: int, tasks: Collectio
     """
     crossing = _CrossingVariables(layout, trace, Groups(trace, min_elements))
     if not crossing.roots:
-        return Sides(frozenset(), {})
+        return Sides(frozenset(), {}, crossing.returns)
     eqns = trace.jaxpr.eqns
     node: dict[int, int] = {}
     for i, eqn in enumerate(eqns):
@@ -71,7 +75,7 @@ def plan_sides(layout: Layout, trace: Trace, min_elements: int, tasks: Collectio
             readers.setdefault(var, set()).add(node[i])
     for i, var in enumerate(trace.jaxpr.outvars):
         if not isinstance(var, jex.Literal):
-            readers.setdefault(var, set()).add(_PARAMETERS if i < len(layout.trained) else _OWNERS)
+            readers.setdefault(var, set()).add(_PARAMETERS if crossing.returns[i] else _OWNERS)
     maker = {var: node[i] for i in node for var in eqns[i].outvars} | crossing.side_of_input
     readers = {var: nodes for var, nodes in readers.items() if var in maker and crossing.may_cross(var)}
     # a variable without the shape of a parameter is left to the partitioner, which gathers it
@@ -90,11 +94,19 @@ def plan_sides(layout: Layout, trace: Trace, min_elements: int, tasks: Collectio
         to_owners, plan = maker[var] not in owner_nodes, crossing.plan(var)
         if plan is not None and any((reader in owner_nodes) is to_owners for reader in nodes):
             moves[var] = Move(plan, to_owners)
-    return Sides(frozenset(i for i in node if node[i] in owner_nodes), moves)
+    return Sides(frozenset(i for i in node if node[i] in owner_nodes), moves, crossing.returns)
 
 
 class _CrossingVariables:
-    """The large variables that may move: they belong to the matrix of a parameter whose state is elsewhere."""
+    """The large variables that may move: they belong to the matrix of a parameter whose state is elsewhere.
+
+    Attributes:
+      groups: the variables that belong to the same matrices.
+      plans: the plans of the parameters of each group and shape.
+      roots: the groups whose state is at owners.
+      returns: see `Sides`.
+      side_of_input: the side of each input of the update.
+    """
 
     def __init__(self, layout: Layout, trace: Trace, groups: Groups):
         count, invars = len(layout.trained), trace.jaxpr.invars
@@ -106,10 +118,12 @@ class _CrossingVariables:
                 self.plans.setdefault((groups.root(var), plan.shape), []).append(plan)
                 if is_moved(plan):
                     self.roots.add(groups.root(var))
-        params = invars[len(invars) - count - 1 : -1]
-        self.side_of_input = dict.fromkeys(invars[count:], _OWNERS) | dict.fromkeys(
-            [*invars[:count], *params], _PARAMETERS
-        )
+        opt_state = layout.abstract.opt_state
+        averaged = in_averages(opt_state if layout.compression is None else opt_state.optimizer)
+        self.returns = (*[True] * count, *averaged)
+        at_parameters = (*self.returns, *[True] * count, False)  # gradients, state, parameters, loss
+        sides = (_PARAMETERS if stays else _OWNERS for stays in at_parameters)
+        self.side_of_input = dict(zip(invars, sides, strict=True))
 
     def may_cross(self, var: jex.Var) -> bool:
         """Return whether reading a variable on the other side moves bytes."""

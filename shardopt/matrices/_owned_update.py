@@ -75,7 +75,7 @@ def owned_update(
             values |= dict(zip(owned_task.task.outputs, outputs, strict=True))
     compute(trace.jaxpr.outvars)
     results = [
-        var.val if isinstance(var, jex.Literal) else read(var, at_owners=i >= len(layout.trained))
+        var.val if isinstance(var, jex.Literal) else read(var, at_owners=not sides.returns[i])
         for i, var in enumerate(trace.jaxpr.outvars)
     ]
     return jax.tree.unflatten(jax.tree.structure(shapes), results)

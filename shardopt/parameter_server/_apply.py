@@ -19,6 +19,7 @@ from shardopt.parameter_server._sums import split_at_sums
 from shardopt.parameter_server._updates import Update
 from shardopt.parameter_server.rules import Rule
 from shardopt.reducers import Compressor
+from shardopt.transforms._skip_anomalies import unless_skipped
 
 
 class UpdateResult(NamedTuple):
@@ -130,11 +131,13 @@ def update_program(tx: optax.GradientTransformation, rule: Rule, codec: Compress
             pushed = [(codec.decode(message, params), loss, aux) for message, loss, aux in pushed]
         grads, metrics = _average(pushed, rows)
         pulled = params if pulled is None else pulled
+        old_rule_state = rule_state
         grads, rule_state = rule.gradient(grads, rule_state, params=params, pulled=pulled, delay=delay)
         step, opt_state = update(grads, opt_state, params, value=metrics["loss"], grad=grads)
         if rule.scale is not None:
             factor = rule.scale(delay)
             step = jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), step)
+        rule_state = unless_skipped(opt_state, old_rule_state, rule_state)  # a refused push changes nothing
         return UpdateResult(optax.apply_updates(params, step), opt_state, rule_state, metrics)
 
     return run

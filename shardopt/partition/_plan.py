@@ -14,7 +14,7 @@ from jax.tree_util import KeyPath
 
 from shardopt.core._block_model import BLOCKS
 from shardopt.core._errors import error_text, plural
-from shardopt.core._types import PyTree, Rules, leaves_with_paths
+from shardopt.core._types import PyTree, Rules, in_averages, leaves_with_paths
 from shardopt.mesh import spec_axes
 from shardopt.partition._rules import match_rules
 
@@ -342,6 +342,7 @@ def state_specs(
       So is a leaf with as many dims, if each dim is cut equally evenly (one scale for every 64 numbers of a moment).
     - A leaf that belongs to a parameter on owners and has its blocks (a preconditioner [L, m, m]) is sharded by owners
       too.
+    - An average of the parameters (`average_params`) is never at owners: a step adds the parameters to it.
     - Any other leaf (Adafactor's factored moments, SM3's accumulators, a count) is sharded over data on the largest dim
       that data divides.
 
@@ -360,11 +361,11 @@ def state_specs(
     """
     by_path = {tuple(path): plan for path, plan in plans}
 
-    def place(path, leaf):
+    def place(path, leaf, in_average):
         for start in range(len(path) + 1):  # the longest ending first
             plan = by_path.get(tuple(path[start:]))
             if plan is not None and (plan.shape == leaf.shape or _is_coarser(leaf.shape, plan, sharded, sizes)):
-                return plan.state_spec(sharded=sharded)
+                return plan.spec(sharded=sharded) if in_average else plan.state_spec(sharded=sharded)
         ends = range(len(path), 0, -1) if sharded and leaf.shape else ()
         for plan in (by_path.get(tuple(path[start:end])) for end in ends for start in range(end)):
             if plan is not None and plan.owned is not None and leaf.shape[0] % plan.shape[0] == 0:
@@ -373,7 +374,8 @@ def state_specs(
         dim, _ = data_dim(leaf.shape, replicated, axes, min_shard_elements) if sharded else (None, "")
         return PartitionSpec(*(axes.entry if i == dim else None for i in range(len(leaf.shape))))
 
-    return jax.tree_util.tree_map_with_path(place, abstract_state)
+    in_average = jax.tree.structure(abstract_state).unflatten(in_averages(abstract_state))
+    return jax.tree_util.tree_map_with_path(place, abstract_state, in_average)
 
 
 def _is_coarser(shape: tuple[int, ...], plan: LeafPlan, sharded: bool, sizes: Mapping[str, int]) -> bool:

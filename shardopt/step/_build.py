@@ -19,6 +19,7 @@ from shardopt.losses._view import Views
 from shardopt.matrices._owned_update import layout_bytes, owners_of
 from shardopt.mesh import on_mesh
 from shardopt.partition import Report, report
+from shardopt.step._average import EvaluationFn
 from shardopt.step._batches import as_arrays
 from shardopt.step._cache import LayoutCache, limit_in_flight
 from shardopt.step._compile import AotCompiled, make_program
@@ -222,7 +223,7 @@ def build(
     return ShardedOptimizer(
         init=api_boundary(functions.init),
         step=TrainFn(functions.prepare_step, limit),
-        evaluate=BatchFn(functions.prepare_evaluate, limit),
+        evaluate=EvaluationFn(BatchFn(functions.prepare_evaluate, limit)),
         synchronize=api_boundary(functions.synchronize),
         specs=api_boundary(functions.specs),
         abstract_state=api_boundary(functions.abstract_state),

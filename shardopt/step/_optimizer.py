@@ -38,9 +38,9 @@ class StepFn(Protocol):
 
 
 class EvaluateFn(Protocol):
-    """`evaluate(state, batch)`; batch leaves are [global batch, ...]."""
+    """`evaluate(state, batch, params=None)`; batch leaves are [global batch, ...]."""
 
-    def __call__(self, state: TrainState, batch: PyTree) -> Metrics:
+    def __call__(self, state: TrainState, batch: PyTree, params: str | None = None) -> Metrics:
         """Return the loss and metrics of a batch: no gradient, no random key, nothing donated."""
         ...
 
@@ -81,8 +81,8 @@ class ShardedOptimizer(NamedTuple):
       step: `step(state, batch) -> (state, metrics)`. Jitted; donates `state`. `step.lower(state, batch)`
         returns the `jax.stages.Lowered` program, also for abstract arguments. An array that is two leaves of `state`,
         or a leaf of both `state` and `batch`, is copied first, because its memory can be donated only once.
-      evaluate: `evaluate(state, batch) -> metrics`, the loss and aux metrics of a batch: no gradient, no rng,
-        nothing donated.
+      evaluate: `evaluate(state, batch, params=None) -> metrics`, the loss and aux metrics of a batch: no gradient, no
+        rng, nothing donated. `params="average"` evaluates the average of `so.with_average`.
       synchronize: `synchronize(state) -> state`, once all copies of the state are complete and equal. In a synchronous
         strategy they are equal after every step, so this waits for the devices.
       specs: `specs(abstract_params) -> TrainState` of `PartitionSpec`, without allocating anything.

@@ -17,6 +17,7 @@ from shardopt.matrices._owned_update import owned_update
 from shardopt.matrices._streamed_update import streamed_update
 from shardopt.mesh import spec_axes
 from shardopt.step._gradients import grad_specs
+from shardopt.transforms._skip_anomalies import unless_skipped
 
 
 def apply_update(
@@ -52,7 +53,7 @@ def apply_update(
     opt_state = new_opt_state
     shards = place(optax.apply_updates(shards, updates), shard_specs)
     new_params = layout.merge(frozen, jax.tree.leaves(shards))
-    new_params = _replace_updated(config, layout, new_params, gradients.updates)
+    new_params = unless_skipped(opt_state, new_params, _replace_updated(config, layout, new_params, gradients.updates))
     opt_specs, abstract_state = layout.specs.opt_state, layout.abstract.opt_state
     if layout.compression is not None:
         opt_specs, abstract_state = opt_specs.optimizer, abstract_state.optimizer

@@ -6,6 +6,7 @@ from shardopt.training._fit import FitResult
 from shardopt.training._goodput import Goodput
 from shardopt.training._hyperparams import hyperparams, with_hyperparams
 from shardopt.training._loggers import jsonl, tensorboard
+from shardopt.training._trackers import mlflow, trackio, wandb
 
 __all__ = [
     "EarlyStopping",
@@ -14,6 +15,9 @@ __all__ = [
     "evaluation",
     "hyperparams",
     "jsonl",
+    "mlflow",
     "tensorboard",
+    "trackio",
+    "wandb",
     "with_hyperparams",
 ]

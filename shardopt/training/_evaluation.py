@@ -13,6 +13,7 @@ from shardopt.core._errors import calling, format_error
 from shardopt.core._types import Metric, PyTree, TrainState
 from shardopt.losses._metrics import added, value_of
 from shardopt.losses._parts import LossParts
+from shardopt.step._average import check_selection, select_params
 from shardopt.step._evaluate import Totals
 from shardopt.step._optimizer import ShardedOptimizer, check_is_strategy
 from shardopt.training._loggers import ShowBatches
@@ -22,7 +23,12 @@ Evaluate = Callable[[TrainState], Mapping[str, float | np.ndarray | jax.Array]]
 
 @calling("evaluation")
 def evaluation(
-    opt: ShardedOptimizer, batches: Iterable[PyTree], *, evaluate_fn: LossFn | None = None, prefix: str = "val_"
+    opt: ShardedOptimizer,
+    batches: Iterable[PyTree],
+    *,
+    evaluate_fn: LossFn | None = None,
+    prefix: str = "val_",
+    params: str | None = None,
 ) -> "Evaluation":
     """Return `evaluate(state) -> metrics`: loss and aux metrics over the rows of all batches, of any sizes.
 
@@ -36,11 +42,12 @@ def evaluation(
       evaluate_fn: a loss to use in place of the loss of `opt.evaluate`, in the form of `loss_fn` of `so.ddp`. It gets
         no random key.
       prefix: put before the name of each metric, since training reports "loss" too.
+      params: "average" to evaluate the average of `so.with_average` in place of `state.params`.
 
     Raises:
       TypeError: if `opt` is no `ShardedOptimizer`, if `batches` is an iterator, which is empty the second time, or if
         `evaluate_fn` is not a function.
-      ValueError: from the returned function, if there are no batches.
+      ValueError: if `params` is another value. From the returned function, if there are no batches, or no average.
       NotSeparableError: from the returned function, in the per-device view, if the loss is no (weighted) mean over
         rows.
 
@@ -69,7 +76,8 @@ def evaluation(
         raise TypeError(format_error("evaluation", problem, fix="pass list(itertools.islice(batches, n))."))
     config = opt.config if evaluate_fn is None else opt.config.replace(evaluate_fn=evaluate_fn)
     check_evaluate_fn(config)
-    return Evaluation(opt, batches, prefix, Totals(config))
+    check_selection("evaluation", params)
+    return Evaluation(opt, batches, prefix, Totals(config), params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,15 +89,18 @@ class Evaluation:
       batches: the batches.
       prefix: the prefix of the metric names.
       totals: the compiled programs.
+      params: "average", or None for the parameters of the state.
     """
 
     opt: ShardedOptimizer
     batches: Iterable[PyTree]
     prefix: str
     totals: Totals
+    params: str | None = None
 
     def __call__(self, state: TrainState, *, show: ShowBatches | None = None) -> dict[str, float]:
         """Return the metrics of a state over all batches; call `show(done, total)` for each batch."""
+        state = select_params("evaluation", state, self.params)
         sums: dict[str, Metric] = {}
         done, total = 0, len(self.batches) if isinstance(self.batches, Sized) else None
         # Results are fetched one batch late: the device computes one batch while the host prepares the next. So the

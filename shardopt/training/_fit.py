@@ -5,15 +5,23 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
 
 from shardopt.checkpoint._checkpoints import Checkpoints
 from shardopt.core._arguments import check_count, check_flag
-from shardopt.core._early_stopping import EarlyStopping, best, check_metric, out_of_patience, update
-from shardopt.core._errors import calling, format_error, plural
+from shardopt.core._early_stopping import (
+    EarlyStopping,
+    StoppingState,
+    best,
+    check_metric,
+    from_json,
+    out_of_patience,
+    update,
+)
+from shardopt.core._errors import NonFiniteLossError, calling, format_error, plural
 from shardopt.core._tracebacks import api_boundary
 from shardopt.core._types import PyTree, TrainState
 from shardopt.losses._batch_dims import num_rows
@@ -23,8 +31,9 @@ from shardopt.step._batches import as_arrays
 from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.training._evaluation import Evaluate, Evaluation, call_evaluate
 from shardopt.training._goodput import Goodput, Ledger
-from shardopt.training._loggers import Log, as_loggers, open_log, show_progress
+from shardopt.training._loggers import Log, as_loggers, open_log, reopen, show_progress
 from shardopt.training._metrics import Meter, check_state
+from shardopt.training._profile import Profiler, check_profile
 from shardopt.training._resume import (
     END,
     SIGNALS,
@@ -35,8 +44,10 @@ from shardopt.training._resume import (
     common_verdict,
     finish_writes,
     pack,
+    restore_newest,
     step_of,
 )
+from shardopt.training._spikes import MOST_ROLLBACKS, Spikes, spikes_of
 from shardopt.training._tolerance import tolerated
 
 
@@ -79,6 +90,9 @@ def fit(
     log_every: int = 10,
     agree_every: int = 10,
     progress: bool = True,
+    on_nonfinite: Literal["raise", "skip"] = "raise",
+    on_spike: Literal["skip", "rollback"] | None = None,
+    profile: tuple[int, int] | None = None,
 ) -> FitResult:
     """Train until `num_steps` total steps are taken, or something ends the run earlier.
 
@@ -97,6 +111,10 @@ def fit(
     **End of the run.** It ends at `num_steps`, at early stopping, at SIGTERM, at a first Ctrl-C (a second one raises
     KeyboardInterrupt) and after the last batch. Then the step is finished, a last evaluation runs (not after a
     signal), and a checkpoint is written. Signals are noticed only in the main thread.
+
+    **Spikes.** With `on_spike="rollback"` a step is a spike by the rule of `so.transforms.skip_anomalies` with its defaults.
+    The run goes back to the newest snapshot or checkpoint. The batches drawn since are skipped. The window is saved too, so
+    a resumed run goes back at the same steps. After three rollbacks to the same snapshot the next spike ends the run.
 
     **Local updates** (`local_sgd`, `diloco`). Evaluations during the run use `state.params` as last synchronized. The
     returned state is `opt.synchronize` of the last state, and the last evaluation uses it. Checkpoints hold states
@@ -118,12 +136,20 @@ def fit(
       early_stopping: when to stop; reads training metrics every `log_every` steps, other metrics at scheduled
         evaluations.
       checkpoints: where to save; a state that is not finite is never saved.
-      log: `log(step, metrics)`, or several: `so.training.jsonl`, `so.training.tensorboard` or any function.
+      log: `log(step, metrics)`, or several: `so.training.jsonl`, `tensorboard`, `wandb`, `mlflow`, `trackio` or any function.
       log_every: steps between reports of `opt.step`'s metrics, steps_per_second, examples_per_second and goodput (see
         `so.training.Goodput`).
       agree_every: steps between agreements of several processes whether to stop.
       progress: show a bar on a terminal, a second bar while `so.training.evaluation` runs, and lines elsewhere, on
         standard error. Messages about resuming are printed even if False.
+      on_nonfinite: "raise" ends the run at a loss that is not finite, unless the optimizer skipped the step. "skip" makes
+        sure that it is skipped: the optimizer must have `so.transforms.skip_anomalies` or `optax.apply_if_finite`, or the
+        run goes back with `on_spike="rollback"`.
+      on_spike: "skip" makes sure that the optimizer skips spikes, by `so.transforms.skip_anomalies`. "rollback" goes back
+        to the newest snapshot of `checkpoints`. The log has `spike_step`, `spike_batch` and the values.
+      profile: (first, count): record a profile of `count` steps from step `first`, counted from 0, in the folder "profile"
+        of the checkpoints, or of the working directory. Each process records its devices. Step n has the annotation
+        "train" with the number n. SIGUSR1 to a process records a profile of its next five steps.
 
     Returns:
       A `FitResult`.
@@ -131,7 +157,8 @@ def fit(
     Raises:
       NonFiniteLossError: if the loss is NaN or infinite, at most one step later; or if an update made the state NaN or
         infinite. It is not raised for a step that `optax.apply_if_finite` or `so.transforms.skip_anomalies` skipped,
-        until more of them than these allow come in a row. A skipped step is shown and logged with its batch.
+        until more of them than these allow come in a row. A skipped step is shown and logged with its batch. Or if a run
+        cannot go back from a spike.
       TypeError: if an argument is of the wrong kind, or `evaluate` does not return a dict of numbers.
       ValueError: if one of these is true:
 
@@ -140,6 +167,7 @@ def fit(
         - the batches cannot be moved to the saved position;
         - a metric is not a scalar, or `evaluate` returns the name of a training metric;
         - early stopping watches an unknown metric;
+        - `on_nonfinite` or `on_spike` asks for what the optimizer or the checkpoints cannot do;
         - a run with local updates would end before the first synchronization, or early stopping would end it between
           two.
 
@@ -164,9 +192,16 @@ def fit(
     scheduled_every = checkpoints.every if evaluate_every is None and checkpoints is not None else evaluate_every
     _check_rounds(opt, num_steps, evaluate, scheduled_every, early_stopping)
 
-    run = _Run(opt, num_steps, evaluate, evaluate_every, early_stopping, checkpoints, log_every, agree_every)
+    check_profile(profile)
+    abstract_state = opt.abstract_state(state.shapes()) if isinstance(state, DeferredInit) else state
+    spikes = spikes_of(opt, abstract_state.opt_state, on_nonfinite, on_spike, checkpoints)
+    del abstract_state  # a step donates the state
+
+    run = _Run(opt, num_steps, evaluate, evaluate_every, early_stopping, checkpoints, log_every, agree_every, spikes)
     with ExitStack() as cleanup:
         run.start(cleanup, state, batches, log, progress=progress)
+        run.profiler = Profiler(_profile_folder(checkpoints), profile, run.display.say)
+        cleanup.enter_context(run.profiler.opened())
         del state  # a step donates it; parameters in a `DeferredInit` would stay in memory
         while (batch := run.next_batch()) is not END:
             run.take_step(batch)
@@ -182,6 +217,8 @@ def fit(
 class _Run:
     """The arguments of `fit` and the state of its loop; the methods are the phases of the loop."""
 
+    profiler: Profiler = dataclasses.field(init=False)
+
     opt: ShardedOptimizer
     num_steps: int
     evaluate: Evaluate | None
@@ -190,6 +227,7 @@ class _Run:
     checkpoints: Checkpoints | None
     log_every: int
     agree_every: int
+    spikes: Spikes | None
 
     def start(
         self,
@@ -209,10 +247,10 @@ class _Run:
         self.ledger.enter("begin", step_of(state))
         cleanup.enter_context(finish_writes(self.checkpoints))
 
-        self.stream, self.meter = Stream(batches), Meter(self.checkpoints, self.report_skipped)
+        self.stream, self.meter, self.loggers = Stream(batches), self.new_meter(), as_loggers(log)
         self.history: list[dict[str, float]] = []
         self.state, self.stopping_state = begin(
-            self.opt, state, self.stream, self.early_stopping, self.checkpoints, self.display.say
+            self.opt, state, self.stream, self.early_stopping, self.checkpoints, self.display.say, self.spikes
         )
         self.step, self.local_updates = int(jax.device_get(self.state.step)), self.opt.config.local_updates is not None
         self.saved_step = None if self.checkpoints is None else self.checkpoints.latest()
@@ -220,8 +258,14 @@ class _Run:
         self.display.advance(self.step)
         self.stopped = self.verdict(due=True)
 
+    def new_meter(self) -> Meter:
+        return Meter(self.checkpoints, self.report_skipped, None if self.spikes is None else self.spikes.watch)
+
     def next_batch(self) -> PyTree:
         """Return the next batch, or `END` if there is no next step."""
+        if self.spikes is not None and self.step >= self.num_steps:
+            self.meter.settle()
+            self.roll_back()
         if self.stopped is not None or self.step >= self.num_steps:
             return END
         self.ledger.enter("data", self.step)
@@ -233,7 +277,9 @@ class _Run:
         """Take a step, and report the step before it."""
         batch = as_arrays("fit", batch)
         self.ledger.enter("step")
-        self.state, device_metrics = self.opt.step(self.state, batch)
+        with self.profiler.before(self.step):
+            self.state, device_metrics = self.opt.step(self.state, batch)
+        self.profiler.after(self.step, device_metrics)
         self.step += 1
         step, checkpoints, evaluate_every = self.step, self.checkpoints, self.evaluate_every
         self.logging, self.evaluation_metrics = step % self.log_every == 0, {}
@@ -258,11 +304,15 @@ class _Run:
 
     def evaluate_and_save(self) -> None:
         """Evaluate, observe and save the state if one of these is due; all of them wait for the step."""
+        if self.roll_back():
+            return
         observing = self.logging and self.early_stopping is not None
         if not (self.saving or self.snapshotting or self.evaluating or observing):
             return
         self.ledger.enter("wait")
         metrics = self.meter.settle()
+        if self.roll_back():
+            return
         if self.evaluate is not None and self.evaluating:
             self.ledger.enter("evaluate")
             self.evaluation_metrics = call_evaluate(self.evaluate, self.state, metrics, self.show_evaluation)
@@ -280,7 +330,7 @@ class _Run:
             self.save(all_metrics)
         if self.snapshotting and self.checkpoints is not None:
             self.check_finite(metrics)
-            extra = pack(self.stream, self.early_stopping, self.stopping_state)
+            extra = pack(self.stream, self.early_stopping, self.stopping_state, self.spikes)
             self.checkpoints.save_in_memory(self.state, step=self.step, extra=extra)
         self.meter.restart()
 
@@ -296,6 +346,8 @@ class _Run:
         """Evaluate, report and save the last state; return it, synchronized."""
         self.ledger.enter("agree")
         self.stopped = common_verdict(self.received_signal(), self.stopped, due=True)
+        self.meter.settle()
+        self.roll_back()
         final_state = self.opt.synchronize(self.state) if self.local_updates else self.state
         if metrics := self.meter.settle():  # empty if no step was taken
             last_metrics = {} if self.history and self.history[-1]["step"] == self.step else metrics
@@ -312,6 +364,35 @@ class _Run:
         if self.stopped is not None:
             self.display.say(f"Stopped at step {self.step} of {self.num_steps}: {_STOP_TEXT[self.stopped]}.")
         return final_state
+
+    def roll_back(self) -> bool:
+        """If a spike was found, go back to the newest snapshot, keep the position in the batches, and return True."""
+        if self.spikes is None or (spike := self.spikes.found) is None or self.checkpoints is None:
+            return False
+        self.ledger.enter("checkpoint")
+        restored = restore_newest(self.opt, self.state, self.checkpoints)
+        values = ", ".join(f"{name} {value:.4g}" for name, value in spike.values.items())
+        text = f"spike at step {spike.step - 1} (batch {spike.position}, both counted from 0): {values}"
+        if restored is None or self.spikes.rollbacks.get(restored[0], 0) == MOST_ROLLBACKS:
+            reason = "there is no snapshot yet" if restored is None else f"{MOST_ROLLBACKS} rollbacks did not help"
+            problem = f"{text}, and {reason}."
+            fix = "lower the learning rate, clip the gradients (optax.clip_by_global_norm), or save more often."
+            error_text = format_error("fit", problem, fix=fix)
+            raise NonFiniteLossError(error_text, step=spike.step - 1, position=spike.position)
+        self.step, self.state, extra = restored
+        self.spikes.rollbacks = {self.step: self.spikes.rollbacks.get(self.step, 0) + 1}
+        self.spikes.restore(extra.get("spikes"))
+        saved_stopping = extra.get("early_stopping")
+        if self.early_stopping is not None and saved_stopping is not None:
+            self.stopping_state = from_json(self.early_stopping, saved_stopping) or StoppingState()
+        self.meter, self.saved_step, self.evaluation_metrics = self.new_meter(), self.step, {}
+        self.evaluating = False
+        self.history = [record for record in self.history if record["step"] <= self.step]
+        reopen(self.loggers)
+        self.display.say(f"Going back to step {self.step}, from a {text}. The batches since are skipped.")
+        self.write_log(self.step + 1, {**spike.values, "spike_step": spike.step - 1, "spike_batch": spike.position})
+        self.display.advance(self.step)
+        return True
 
     def verdict(self, *, due: bool) -> str | None:
         """Return the common verdict about signals and early stopping."""
@@ -346,7 +427,7 @@ class _Run:
 
     def save(self, metrics: dict[str, float]) -> None:
         if self.checkpoints is not None and self.saved_step != self.step:
-            extra = pack(self.stream, self.early_stopping, self.stopping_state)
+            extra = pack(self.stream, self.early_stopping, self.stopping_state, self.spikes)
             self.checkpoints.save(self.state, step=self.step, metrics=metrics, extra=extra)
             self.saved_step = self.step
 
@@ -365,6 +446,10 @@ _STOP_TEXT = {
 def _goodput_folder(checkpoints: Checkpoints | None) -> Path | None:
     """Return the folder for the account of goodput, on the first process; None elsewhere."""
     return None if checkpoints is None or jax.process_index() else Path(checkpoints.directory)
+
+
+def _profile_folder(checkpoints: Checkpoints | None) -> Path:
+    return Path("." if checkpoints is None else checkpoints.directory) / "profile"
 
 
 def _check_optimizer_and_state(opt: ShardedOptimizer, state: TrainState | DeferredInit) -> None:

@@ -106,6 +106,13 @@ def open_log(log: Log | Sequence[Log] | None) -> Iterator[Log]:
         yield write
 
 
+def reopen(loggers: Sequence[Log]) -> None:
+    """Close loggers that can be closed: when they open again, they drop the steps that the run takes again."""
+    for logger in loggers:
+        if jax.process_index() == 0 and callable(close := getattr(logger, "close", None)):
+            close()
+
+
 class _JsonLines:
     """The logger of `jsonl`. The first line opens the file; after `close`, the next line opens it again."""
 

@@ -26,14 +26,16 @@ class Meter:
     Args:
       checkpoints: named in the error for a loss that is not finite.
       report_skipped: called with a step that the optimizer skipped, the position of its batch and its metrics.
+      watch: called with each other step in the same way; returns whether the run goes back from it.
     """
 
     def __init__(
         self,
         checkpoints: Checkpoints | None = None,
         report_skipped: Callable[[int, int, dict[str, float]], None] = lambda *_: None,
+        watch: Callable[[int, int, dict[str, float]], bool] | None = None,
     ):
-        self._checkpoints, self._report_skipped = checkpoints, report_skipped
+        self._checkpoints, self._report_skipped, self._watch = checkpoints, report_skipped, watch
         self._pending: _Pending | None = None
         self._newest_metrics: dict[str, float] = {}
         self._measured_from: float | None = None
@@ -87,11 +89,14 @@ class Meter:
 
     def _fetch(self, pending: "_Pending", *, all_metrics: bool) -> dict[str, float]:
         tolerated = _is_true(pending.tolerated)
-        requested = {"loss": pending.metrics["loss"]} | (dict(pending.metrics) if all_metrics or tolerated else {})
+        names = [*pending.metrics] if all_metrics or tolerated else ["grad_norm"] if self._watch is not None else []
+        requested = {name: pending.metrics[name] for name in ("loss", *names) if name in pending.metrics}
         fetched = jax.device_get(requested)
         values = {name: fetched[name].item() for name in requested}  # jax sorts dicts; the loss should come first
         if tolerated:
             self._report_skipped(pending.step, pending.position, values)
+        elif self._watch is not None and self._watch(pending.step, pending.position, values):
+            pass  # the run goes back, whatever the value is
         elif not math.isfinite(loss := values["loss"]):
             _fail(f"the loss became {loss}", pending.step - 1, pending.position, self._checkpoints)
         return values | self._speed(pending.examples, finished=all_metrics)

@@ -27,6 +27,7 @@ from shardopt.core._types import PyTree, TrainState
 from shardopt.step._batches import as_arrays
 from shardopt.step._inputs import is_init_fn
 from shardopt.step._optimizer import ShardedOptimizer
+from shardopt.training._spikes import Spikes
 
 
 class DeferredInit(NamedTuple):
@@ -65,6 +66,7 @@ def begin(
     rule: EarlyStopping | None,
     checkpoints: Checkpoints | None,
     say: Callable[[str], None],
+    spikes: Spikes | None = None,
 ) -> tuple[TrainState, StoppingState]:
     """Return the state to start from and the state of early stopping; move the stream to its position.
 
@@ -78,6 +80,7 @@ def begin(
       rule: the rule of early stopping, or None.
       checkpoints: the checkpoints of the run, or None.
       say: prints a message about resuming.
+      spikes: the search for spikes, or None.
     """
     if isinstance(state, DeferredInit):
         opt.abstract_state(state.shapes())  # opt.abstract_state() needs to know the parameters
@@ -103,6 +106,8 @@ def begin(
     else:
         restored, extra = checkpoints.restore(opt, step=latest)
     position, saved_stopping = extra.get("batches"), extra.get("early_stopping")
+    if spikes is not None:
+        spikes.restore(extra.get("spikes"))
     stream_text = "the data from its beginning: the checkpoint holds no position"
     if position is not None:
         stream_text = stream.restore(position)
@@ -133,9 +138,32 @@ def _free(state: TrainState) -> None:
             leaf.delete()
 
 
-def pack(stream: "Stream", rule: EarlyStopping | None, state: StoppingState) -> dict[str, Json]:
-    """Return the position of the batches and the state of early stopping as JSON, for a checkpoint."""
-    return {"batches": stream.position(), "early_stopping": None if rule is None else stopping.to_json(rule, state)}
+def restore_newest(
+    opt: ShardedOptimizer, state: TrainState, checkpoints: Checkpoints
+) -> tuple[int, TrainState, dict[str, Json]] | None:
+    """Return the step, the state and the extra of the newest snapshot or checkpoint; None if there is none.
+
+    The memory of `state` is freed first. With several processes all must call it.
+    """
+    checkpoints.wait()
+    latest, snapshot = checkpoints.latest(), None
+    if checkpoints.memory_every is not None:
+        snapshot = checkpoints.newest_in_memory(opt)
+    if latest is None and snapshot is None:
+        return None
+    _free(state)
+    if snapshot is not None:
+        return snapshot.step, place_snapshot(snapshot, opt.abstract_state()), snapshot.extra
+    assert latest is not None
+    return latest, *checkpoints.restore(opt, step=latest)
+
+
+def pack(
+    stream: "Stream", rule: EarlyStopping | None, state: StoppingState, spikes: Spikes | None = None
+) -> dict[str, Json]:
+    """Return the position of the batches, and the states of early stopping and of the search for spikes, for a checkpoint."""
+    extra = {"batches": stream.position(), "early_stopping": None if rule is None else stopping.to_json(rule, state)}
+    return extra if spikes is None else extra | {"spikes": spikes.to_json()}
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from shardopt.transforms._accumulate import accumulate
 from shardopt.transforms._average_gradients import average_gradients
+from shardopt.transforms._average_params import average_params
 from shardopt.transforms._clip_by_global_norm import clip_by_global_norm
 from shardopt.transforms._delay_gradients import DelayRule, delay_compensation, delay_gradients, staleness_learning_rate
 from shardopt.transforms._eight_bit import eight_bit
@@ -14,6 +15,7 @@ __all__ = [
     "DelayRule",
     "accumulate",
     "average_gradients",
+    "average_params",
     "clip_by_global_norm",
     "delay_compensation",
     "delay_gradients",

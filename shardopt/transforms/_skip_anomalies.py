@@ -150,6 +150,20 @@ def skip_anomalies(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def states_of_anomalies(opt_state: PyTree) -> list[SkipAnomaliesState]:
+    """Return the states of `skip_anomalies` in the state of an optimizer."""
+    is_state = lambda node: isinstance(node, SkipAnomaliesState)  # noqa: E731
+    return [node for node in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(node)]
+
+
+def unless_skipped(opt_state: PyTree, old: PyTree, new: PyTree) -> PyTree:
+    """Return `new`, or `old` if a `skip_anomalies` skipped the step that made this state of the optimizer."""
+    if old is new or not (states := states_of_anomalies(opt_state)):
+        return new
+    skipped = jnp.stack([state.skipped for state in states]).any()
+    return jax.tree.map(lambda x, y: jnp.where(skipped, x, y), old, new)
+
+
 def _norm(updates: PyTree) -> jax.Array:
     """Return the Euclidean norm of all leaves together, as float32; squares are summed in float32 at least."""
     leaves = [x.astype(wide_dtype(x.dtype)) for x in jax.tree.leaves(updates)]

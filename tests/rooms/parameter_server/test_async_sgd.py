@@ -118,3 +118,22 @@ def test_random_keys_among_the_parameters_are_refused(message_of):
     real = {"tx": optax.sgd(0.1), "loss_fn": loss_fn, "params": params, "batches_of": lambda worker: [np.ones((2, 3))]}
     found = message_of(ValueError, so.parameter_server.simulate, 2, num_updates=1, **real)
     assert found == message.format("simulate")
+
+
+RULES = {"plain": so.parameter_server.rules.plain(), "adaptive": so.parameter_server.rules.dc_asgd_adaptive()}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_server_refuses_a_push_with_an_anomaly(rule, odd, x64):
+    """Parameters, and the states of the optimizer and of the rule, are those of a run without the batch."""
+    case, _ = odd(weighted=True)
+    bad = {**case.batches[2], "y": case.batches[2]["y"] * 1e4}
+
+    def params_after(batches):
+        tx = so.transforms.skip_anomalies(optax.sgd(0.05, momentum=0.9), 1e4, 1e4, window=2)
+        opt = so.async_sgd(tx, case.loss_fn, workers=1, rule=RULES[rule])
+        return opt.run(case.params, lambda worker: iter(batches), num_updates=len(batches)).params
+
+    refused = params_after([*case.batches[:2], bad, *case.batches[2:5]])
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(refused))
+    assert relative_difference(refused, params_after(case.batches[:5])) == 0

@@ -125,6 +125,25 @@ def test_each_replica_of_local_sgd_decides_by_itself(mesh_of):
     assert skipped == [[False, False]] * 4 + [[True, False], [True, True], [False, False]]
 
 
+def counting_loss(params, batch):
+    """A loss whose statistics, as of batch normalization, change in every step."""
+    return jnp.mean((batch @ params["w"]) ** 2), {"stats": so.Updated({"mean": jnp.mean(batch)})}
+
+
+@pytest.mark.parametrize(
+    "combine", [lambda opt: opt, lambda opt: so.local_sgd(opt, sync_every=2)], ids=["ddp", "local"]
+)
+def test_statistics_of_a_skipped_step_stay(combine, mesh_of):
+    tx = so.transforms.skip_anomalies(optax.sgd(0.01))
+    opt = combine(so.ddp(tx, mesh_of(replica=2, data=2), counting_loss, frozen=["mean"]))
+    rows = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+    state, _ = opt.step(opt.init({"w": jnp.ones(3), "mean": jnp.zeros(())}), rows)
+    before = jax.device_get(opt.synchronize(state).params)
+    assert before["mean"] != 0
+    state, _ = opt.step(state, rows * np.float32(np.nan))
+    same_bits(opt.synchronize(state).params, before)
+
+
 def test_a_loss_at_another_level_is_taken_after_ten_skipped_steps():
     tx = so.transforms.skip_anomalies(optax.sgd(1.0), window=4, max_in_a_row=3)
     losses = [1.0, 1.1, 1.0, 1.1, 5.0, 5.1, 5.2, 5.1, 5.0, np.nan, 5.1]

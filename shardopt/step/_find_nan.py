@@ -1,0 +1,338 @@
+"""`find_nan`: name the operation, line, leaf, row and device of the first value of a step that is not finite."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import source_info_util
+from jax.experimental import multihost_utils
+from jax.extend.core import JaxprEqn
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardopt.config._config import StrategyConfig
+from shardopt.config._layout import Layout, make_layout
+from shardopt.core._block_model import as_block_model, call, run_blocks, takes_rng
+from shardopt.core._errors import calling, error_text
+from shardopt.core._tracebacks import api_boundary
+from shardopt.core._types import PyTree, TrainState, abstract, leaves_with_paths
+from shardopt.losses._batch_dims import map_rows, num_rows, row_counts
+from shardopt.losses._loss import step_key
+from shardopt.losses._metrics import value_of
+from shardopt.losses._parts import loss_parts
+from shardopt.losses._sums import leaf_wire
+from shardopt.losses._view import Views
+from shardopt.step._batches import as_arrays
+from shardopt.step._inputs import check_batch, check_state, place_batch
+from shardopt.step._optimizer import ShardedOptimizer, check_is_strategy
+from shardopt.trace._nonfinite import Origin, first_origin
+
+_MOST_ROWS = 8
+"""The search for rows ends after this many."""
+
+
+class NonFinite(NamedTuple):
+    """The result of `find_nan`; printed, it has one line for each fact.
+
+    Attributes:
+      kind: "NaN" or "infinite".
+      direction: "forward" or "backward".
+      operation: the name of the first operation whose result is not finite; "argument" if the leaf itself is not finite; ""
+        if the values are finite operation by operation, and only the compiled program has others.
+      line: its source line, `file:line (function)`; "" for an argument.
+      became_nan: operation and line where an infinity became NaN; "" if `operation` made NaN itself.
+      turns: (turn, number of turns) of each loop around the operation, the outermost first: the number of a block is a turn.
+        The number is 0 for a `while` loop.
+      leaf: the key path of the parameter that was read last before the operation, or of the argument.
+      gradients: key paths of the leaves whose gradients are not finite; in the forward pass none.
+      rows: up to eight rows of the batch whose loss or gradient is not finite without the other rows; empty if no row alone is.
+      num_rows: the number of rows of the batch.
+      devices: the devices that hold the first of these rows.
+      micro_batch: the micro-batch of this row.
+    """
+
+    kind: str
+    direction: str
+    operation: str
+    line: str
+    became_nan: str
+    turns: tuple[tuple[int, int], ...]
+    leaf: str
+    gradients: tuple[str, ...]
+    rows: tuple[int, ...]
+    num_rows: int
+    devices: tuple[Any, ...]
+    micro_batch: int
+
+    def __str__(self) -> str:
+        at = f"{self.operation}, {self.line}" if self.line else self.operation
+        all_rows = self.num_rows <= len(self.rows)
+        row_text = "every row" if all_rows else ", ".join(map(str, self.rows)) or "no row alone"
+        devices = ", ".join(map(str, self.devices[:_MOST_ROWS])) or "all"
+        facts = {
+            "operation": at or "none: only the compiled program has such values",
+            "became NaN in": self.became_nan,
+            "loops": ", ".join(f"turn {turn}" + f" of {total}" * bool(total) for turn, total in self.turns),
+            "leaf": self.leaf,
+            "gradients": ", ".join(self.gradients[:_MOST_ROWS]),
+            "rows": f"{row_text} (of {self.num_rows})",
+            "device": devices + f", micro-batch {self.micro_batch}" * bool(self.rows),
+        }
+        lines = [f"  {name}: {text}" for name, text in facts.items() if text]
+        return "\n".join([f"{self.kind} in the {self.direction} pass", *lines])
+
+
+@api_boundary
+@calling("find_nan")
+def find_nan(opt: ShardedOptimizer, state: TrainState, batch: PyTree) -> NonFinite | None:
+    """Find the first operation of a step with a NaN or infinite result, and the leaf, row and device that it belongs to.
+
+    The loss of the whole batch runs on one device, operation by operation, then its gradient. Loops and calls are opened
+    where they give such a value, so the search names a single operation, with the turns of the loops around it. An infinity
+    that does not reach the loss or a gradient is no finding, such as the -inf of a mask. Then the batch is filled with
+    copies of some of its rows, to find the rows that suffice.
+
+    A loss that takes a random key runs for each piece of the batch, device and micro-batch, with the key of the step. On a
+    context axis all positions get the key of the first device.
+
+    Args:
+      opt: a synchronous strategy; for `local_sgd` and `diloco`, the strategy inside.
+      state: the train state before the bad step. It is not donated.
+      batch: the global batch of this step.
+
+    Returns:
+      The finding; None if the loss, the values of `so.Updated` and all gradients are finite. Then the optimizer made the
+      value.
+
+    Raises:
+      TypeError: if `opt` is no `ShardedOptimizer`.
+      ValueError: if each replica of the strategy trains by itself, or the batch does not fit.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, optax, shardopt as so
+      >>> def loss_fn(params, batch):
+      ...     return jnp.mean(jnp.log(batch @ params["w"]))
+      >>> opt = so.fsdp(optax.sgd(0.1), so.make_mesh(), loss_fn)
+      >>> batch = np.ones((16, 8), np.float32)
+      >>> batch[5] = -1
+      >>> found = so.find_nan(opt, opt.init({"w": jnp.ones(8)}), batch)
+      >>> found.kind, found.direction, found.operation, found.leaf, found.rows, len(found.devices)
+      ('NaN', 'forward', 'log', 'w', (5,), 1)
+
+    **Memory**: parameters, gradients and the whole batch with its activations, on the first device of each process.
+
+    **jax_debug_nans**: with `jax.config.update("jax_debug_nans", True)`, `opt.step` and `opt.evaluate` raise a
+    FloatingPointError in the per-device view too, if a result of the program is NaN. The traceback ends at the line of the
+    loss. It names no operation, row or device, and infinities pass. `find_nan` turns it off while it searches.
+    """
+    check_is_strategy(opt)
+    config = opt.config
+    check_state(config, state)
+    batch = as_arrays("find_nan", batch)
+    check_batch(config, batch)
+    if config.per_replica:
+        problem = "replicas of this strategy train apart, each with its own parameters."
+        raise ValueError(error_text(problem, fix="search in the strategy that was combined."))
+    layout = make_layout(config, abstract(state.params))
+    pieces = _pieces(config, layout, state, batch)
+    with jax.debug_nans(False), jax.debug_infs(False), jax.set_mesh(None), jax.default_device(jax.local_devices()[0]):
+        search = _Search(config, layout, jax.tree.map(_whole, state.params), jax.tree.map(_whole, batch))
+        for rows, key in pieces:
+            if (finding := search.of_piece(rows, key)) is not None:
+                return finding
+    return None
+
+
+def _whole(leaf: PyTree) -> PyTree:
+    """Return all values of a leaf on the host; a random key stays an array of keys."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(_whole(jax.random.key_data(leaf)), impl=str(jax.random.key_impl(leaf)))
+    if leaf.is_fully_addressable:
+        return np.asarray(leaf)
+    return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
+
+
+def _pieces(
+    config: StrategyConfig, layout: Layout, state: TrainState, batch: PyTree
+) -> Iterator[tuple[np.ndarray | None, jax.Array | None]]:
+    """Yield the rows of each piece and its random key; all rows at once, as None, if the loss takes no key."""
+    if not takes_rng(config.loss.loss_fn):
+        yield None, None
+        return
+    per_device = Views(config, training=True).of(layout, place_batch(config, batch)) == "per_device"
+    shares, count = config.axes.num_row_shares, config.loss.micro_batches
+    whole = len(row_counts(config, batch)) != 1 or num_rows(config, batch) % (shares * count)
+    rows = None if whole else np.arange(num_rows(config, batch)).reshape(shares, count, -1)
+    step, rng = _whole(state.step), _whole(state.rng)
+    for m in range(1 if rows is None else count):
+        for d in range(shares if per_device else 1):
+            key = step_key(config, step, rng, m, device=d * config.axes.num_position_shares)
+            yield None if rows is None else rows[d, m] if per_device else rows[:, m].reshape(-1), key
+
+
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """The search in one step.
+
+    Attributes:
+      config: of the strategy.
+      layout: of its parameters.
+      params: the parameters, on the host.
+      batch: the whole batch, on the host.
+    """
+
+    config: StrategyConfig
+    layout: Layout
+    params: PyTree
+    batch: PyTree
+
+    def of_piece(self, rows: np.ndarray | None, key: jax.Array | None) -> NonFinite | None:
+        """Return the finding in some rows; None if everything is finite."""
+        batch = self.batch if rows is None else self.select(self.batch, rows)
+        program = jax.jit(self.flags)
+        leaves = self.layout.treedef.flatten_up_to(self.params)
+        bad_forward, bad_gradients = jax.device_get(program(leaves, batch, key))
+        if not bad_forward and not any(bad_gradients):
+            return None
+        trained_paths = [plan.path for plan in self.layout.trained]
+        gradients = () if bad_forward else tuple(p for p, bad in zip(trained_paths, bad_gradients, strict=True) if bad)
+        function = self.loss_of if bad_forward else self.gradients_of
+        args = jax.tree.map(jnp.asarray, (leaves, batch, key))
+        closed = jax.make_jaxpr(function)(*args)
+        origin = first_origin(closed, jax.tree.leaves(args), len(leaves))
+        paths = [plan.path for plan in self.layout.plans]
+        paths += [f"batch/{path}".rstrip("/") for path, _ in leaves_with_paths(batch)]
+
+        bad_rows: tuple[int, ...] = ()
+        if len(row_counts(self.config, batch)) == 1:
+            numbers = np.arange(num_rows(self.config, batch))
+
+            def is_bad(some: np.ndarray) -> bool:
+                filled = self.select(batch, np.resize(some, numbers.size))
+                forward, backward = jax.device_get(program(leaves, filled, key))
+                return bool(forward) or (not bad_forward and any(backward))
+
+            bad_rows = tuple(_smallest_parts(is_bad, numbers))
+            bad_rows = bad_rows if rows is None else tuple(int(rows[i]) for i in bad_rows)
+        return self.finding(origin, paths, "forward" if bad_forward else "backward", gradients, bad_rows)
+
+    def finding(
+        self,
+        origin: Origin | None,
+        paths: Sequence[str],
+        direction: str,
+        gradients: tuple[str, ...],
+        rows: tuple[int, ...],
+    ) -> NonFinite:
+        """Return the finding in words, with the devices of the first row."""
+        first = origin if origin is None or origin.cause is None else origin.cause
+        became_nan = ""
+        if origin is not None and first is not origin and origin.eqn is not None:
+            became_nan = f"{origin.eqn.primitive.name}, {_line_of(origin.eqn)}"
+        eqn, leaf = (None, None) if first is None else (first.eqn, first.leaf)
+        operation = "" if first is None else "constant"
+        if eqn is not None:
+            operation = eqn.primitive.name
+        elif first is not None and first.argument is not None:
+            operation, leaf = "argument", first.argument
+        count, share = num_rows(self.config, self.batch), max(1, num_rows(self.config, self.batch) // self.num_shares)
+        return NonFinite(
+            kind="NaN" if first is not None and first.is_nan else "infinite",
+            direction=direction,
+            operation=operation,
+            line="" if eqn is None else _line_of(eqn),
+            became_nan=became_nan,
+            turns=() if first is None else first.turns,
+            leaf="" if leaf is None else paths[leaf],
+            gradients=gradients,
+            rows=rows,
+            num_rows=count,
+            devices=self.devices_of(rows[0], count) if rows else (),
+            micro_batch=rows[0] % share * self.config.loss.micro_batches // share if rows else 0,
+        )
+
+    @property
+    def num_shares(self) -> int:
+        return self.config.axes.num_row_shares
+
+    def devices_of(self, row: int, count: int) -> tuple[Any, ...]:
+        """Return the devices that hold a row; all if the devices do not divide the rows."""
+        if count % self.num_shares:
+            return tuple(self.config.mesh.devices.flat)
+        rows = NamedSharding(self.config.mesh, PartitionSpec(self.config.axes.rows))
+        bounds = {device: index[0].indices(count) for device, index in rows.devices_indices_map((count,)).items()}
+        return tuple(device for device, (start, stop, _) in bounds.items() if start <= row < stop)
+
+    def select(self, batch: PyTree, rows: np.ndarray) -> PyTree:
+        """Return the batch with these rows."""
+        return map_rows(self.config, lambda leaf, dim: leaf[(slice(None),) * dim + (rows,)], batch)
+
+    def loss_of(self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None) -> tuple[jax.Array, PyTree]:
+        """Return the loss of some rows, and the new values of frozen leaves."""
+        rows = num_rows(self.config, batch)
+        wires = [leaf_wire(self.config.wire, plan) for plan in self.layout.plans]
+        leaves = [
+            x if wire.gather_dtype is None else x.astype(wire.gather_dtype)
+            for x, wire in zip(leaves, wires, strict=True)
+        ]
+        params, loss_fn = self.layout.treedef.unflatten(leaves), self.config.loss.loss_fn
+        model = as_block_model(loss_fn)
+        returned = call(loss_fn, key, 0, params, batch) if model is None else run_blocks(model, params, batch, key)
+        parts = loss_parts(self.config.strategy, returned, rows)
+        if key is None:
+            return value_of(parts.loss), parts.updates
+        # the weight of a piece may be 0: the step divides by the weight of all pieces
+        return jnp.sum(jnp.stack(jax.tree.leaves(parts.loss.total))), parts.updates
+
+    def gradients_of(self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None) -> list[jax.Array]:
+        """Return the gradients of the trained leaves."""
+        return self.value_and_gradients(leaves, batch, key)[1]
+
+    def value_and_gradients(
+        self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None
+    ) -> tuple[PyTree, list[jax.Array]]:
+        plans = self.layout.plans
+
+        def loss(trained):
+            remaining = iter(trained)
+            merged = [next(remaining) if plan.trainable else x for x, plan in zip(leaves, plans, strict=True)]
+            value, updates = self.loss_of(merged, batch, key)
+            return value, (value, updates)
+
+        trained = [x for x, plan in zip(leaves, plans, strict=True) if plan.trainable]
+        gradients, values = jax.grad(loss, has_aux=True)(trained)
+        return values, gradients
+
+    def flags(self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None) -> tuple[jax.Array, list[jax.Array]]:
+        """Return whether a value of the forward pass is not finite, and the same for each gradient."""
+        values, gradients = self.value_and_gradients(leaves, batch, key)
+        bad_values = [~jnp.isfinite(x).all() for x in jax.tree.leaves(values)]
+        return jnp.stack(bad_values).any(), [~jnp.isfinite(x).all() for x in gradients]
+
+
+def _smallest_parts(is_bad: Callable[[np.ndarray], bool], rows: np.ndarray) -> list[int]:
+    """Return up to `_MOST_ROWS` rows that are bad alone, by halving; `rows` together are bad."""
+    if rows.size == 1:
+        return [int(rows[0])]
+    found: list[int] = []
+    for half in np.array_split(rows, 2):
+        if len(found) < _MOST_ROWS and is_bad(half):
+            found += _smallest_parts(is_bad, half)
+    return found[:_MOST_ROWS]
+
+
+_LIBRARIES = (str(Path(jax.__file__).parent), str(Path(__file__).parents[1]))
+
+
+def _line_of(eqn: JaxprEqn) -> str:
+    """Return the user's line that an operation comes from: `file:line (function)`."""
+    for frame in source_info_util.user_frames(eqn.source_info.traceback):
+        in_models = "/shardopt/models/" in frame.file_name
+        if in_models or not frame.file_name.startswith(_LIBRARIES):
+            return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+    return source_info_util.summarize(eqn.source_info)

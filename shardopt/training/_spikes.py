@@ -1,0 +1,120 @@
+"""The rules of `fit` for steps whose loss is not finite or spikes: end the run, skip them, or go back to the last snapshot."""
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import optax
+
+from shardopt.checkpoint._checkpoints import Checkpoints
+from shardopt.checkpoint._tree import Json
+from shardopt.core._errors import format_error
+from shardopt.core._types import PyTree
+from shardopt.step._optimizer import ShardedOptimizer
+from shardopt.training._tolerance import states_of
+from shardopt.transforms._skip_anomalies import SMALLEST_DEVIATION, SkipAnomaliesState
+
+WINDOW, DEVIATIONS = 128, 6.0
+"""The defaults of `skip_anomalies`."""
+
+MOST_ROLLBACKS = 3
+"""A run that goes back to the same snapshot more often ends."""
+
+
+class Spike(NamedTuple):
+    """A step that the run goes back from.
+
+    Attributes:
+      step: the count of steps, this one included.
+      position: how many batches were drawn before its batch.
+      values: its loss and gradient norm.
+    """
+
+    step: int
+    position: int
+    values: dict[str, float]
+
+
+class Spikes:
+    """Finds the spikes of a run, by the rule of `skip_anomalies`, from values that are equal on all processes.
+
+    Args:
+      includes_nonfinite: whether a loss or norm that is not finite is a spike.
+
+    Attributes:
+      found: the first spike since the last rollback, or None.
+      rollbacks: the number of rollbacks to the snapshot of a step.
+    """
+
+    def __init__(self, *, includes_nonfinite: bool):
+        self._includes_nonfinite = includes_nonfinite
+        self._values: deque[tuple[float, float]] = deque(maxlen=WINDOW)
+        self.found: Spike | None = None
+        self.rollbacks: dict[int, int] = {}
+
+    def watch(self, step: int, position: int, values: Mapping[str, float]) -> bool:
+        """Take the values of a step; return whether the run will go back from it."""
+        if self.found is not None:
+            return True
+        pair = values["loss"], values.get("grad_norm", 0.0)
+        if not all(map(math.isfinite, pair)):
+            is_spike = self._includes_nonfinite
+        else:
+            is_spike = any(self._is_above(x, i) for i, x in enumerate(pair))
+            if not is_spike:
+                self._values.append(pair)
+        if is_spike:
+            named = {name: values[name] for name in ("loss", "grad_norm") if name in values}
+            self.found = Spike(step, position, named)
+        return is_spike
+
+    def _is_above(self, x: float, column: int) -> bool:
+        past = np.array([pair[column] for pair in self._values])
+        if 2 * past.size < WINDOW:
+            return False
+        return bool(x > past.mean() + DEVIATIONS * max(past.std(), SMALLEST_DEVIATION * abs(past.mean())))
+
+    def to_json(self) -> Json:
+        """Return the window as JSON, for a checkpoint."""
+        return [list(pair) for pair in self._values]
+
+    def restore(self, saved: Json) -> None:
+        """Take the window of a checkpoint, and forget the spike."""
+        self._values = deque(((loss, norm) for loss, norm in saved or []), maxlen=WINDOW)
+        self.found = None
+
+
+def spikes_of(
+    opt: ShardedOptimizer,
+    opt_state: PyTree,
+    on_nonfinite: str,
+    on_spike: str | None,
+    checkpoints: Checkpoints | None,
+) -> Spikes | None:
+    """Check the last three arguments, which are those of `fit`; return the search for spikes, or None if the run never goes back.
+
+    Raises:
+      ValueError: if an argument has another value, or the optimizer or the checkpoints cannot do what it asks for.
+    """
+    if on_nonfinite not in ("raise", "skip"):
+        raise ValueError(format_error("fit", f"on_nonfinite must be 'raise' or 'skip', got {on_nonfinite!r:.80}."))
+    if on_spike not in (None, "skip", "rollback"):
+        problem = f"on_spike must be None, 'skip' or 'rollback', got {on_spike!r:.80}."
+        raise ValueError(format_error("fit", problem))
+    wrap = "wrap the optimizer: so.transforms.skip_anomalies(tx)"
+    skips_spikes = bool(states_of(SkipAnomaliesState, opt_state))
+    if on_spike == "skip" and not skips_spikes:
+        problem = "on_spike='skip' needs an optimizer that skips spikes, before they change its state."
+        raise ValueError(format_error("fit", problem, fix=f"{wrap}, or use on_spike='rollback'."))
+    if on_spike == "rollback" and (checkpoints is None or opt.config.local_updates is not None):
+        problem = "on_spike='rollback' needs checkpoints to go back to, and the same loss on all processes."
+        fix = f"pass checkpoints=so.Checkpoints(...) and a synchronous strategy, or {wrap}."
+        raise ValueError(format_error("fit", problem, fix=fix))
+    skips = skips_spikes or bool(states_of(optax.ApplyIfFiniteState, opt_state))
+    if on_nonfinite == "skip" and not skips and on_spike != "rollback":
+        problem = "on_nonfinite='skip' needs an optimizer that skips steps which are not finite."
+        fix = f"{wrap}, or optax.apply_if_finite(tx, n), or use on_spike='rollback' too."
+        raise ValueError(format_error("fit", problem, fix=fix))
+    return Spikes(includes_nonfinite=on_nonfinite == "skip") if on_spike == "rollback" else None

@@ -1,0 +1,105 @@
+"""Loggers for wandb, mlflow and trackio; each continues the tracker's run of the same name."""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+from shardopt.core._errors import calling
+from shardopt.core._extras import require
+from shardopt.training._loggers import Log
+
+Opened = tuple[Log, Callable[[], object]]
+"""The functions that log a step and that end the tracker's run."""
+
+
+@calling("wandb")
+def wandb(project: str, run: str, **options: Any) -> Log:
+    """Return a logger that sends metrics to Weights & Biases.
+
+    A resumed run, and a run that goes back from a spike, continue the run of the same id. All metrics are drawn over "step",
+    so steps that are taken again are not dropped.
+
+    Args:
+      project: the project.
+      run: the id and name of the run.
+      **options: further arguments of `wandb.init`, such as `entity` or `mode="offline"`.
+
+    Raises:
+      ModuleNotFoundError: if wandb, of the extra "wandb", is not installed.
+    """
+    require("wandb", extra="wandb")
+
+    def start() -> Opened:
+        started = import_module("wandb").init(project=project, id=run, name=run, resume="allow", **options)
+        started.define_metric("*", step_metric="step")
+        return lambda step, metrics: started.log({"step": step, **metrics}), started.finish
+
+    return _Tracker(start)
+
+
+@calling("mlflow")
+def mlflow(experiment: str, run: str) -> Log:
+    """Return a logger that sends metrics to MLflow; the environment variable MLFLOW_TRACKING_URI says where to.
+
+    A resumed run, and a run that goes back from a spike, continue the newest run of the same name.
+
+    Args:
+      experiment: the name of the experiment; it is made if needed.
+      run: the name of the run, without quotes.
+
+    Raises:
+      ModuleNotFoundError: if mlflow, of the extra "mlflow", is not installed.
+    """
+    require("mlflow", extra="mlflow")
+
+    def start() -> Opened:
+        package = import_module("mlflow")
+        client = package.MlflowClient()
+        known = client.get_experiment_by_name(experiment)
+        experiment_id = client.create_experiment(experiment) if known is None else known.experiment_id
+        runs = client.search_runs([experiment_id], filter_string=f"attributes.run_name = '{run}'", max_results=1)
+        run_id = (runs[0] if runs else client.create_run(experiment_id, run_name=run)).info.run_id
+        log = lambda step, metrics: package.log_metrics(dict(metrics), step=step, run_id=run_id)  # noqa: E731
+        return log, lambda: client.set_terminated(run_id)
+
+    return _Tracker(start)
+
+
+@calling("trackio")
+def trackio(project: str, run: str, **options: Any) -> Log:
+    """Return a logger that sends metrics to trackio: to a local file, or to a Space of Hugging Face.
+
+    A resumed run, and a run that goes back from a spike, continue the run of the same name.
+
+    Args:
+      project: the project.
+      run: the name of the run.
+      **options: further arguments of `trackio.init`, such as `space_id`.
+
+    Raises:
+      ModuleNotFoundError: if trackio, of the extra "trackio", is not installed.
+    """
+    require("trackio", extra="trackio")
+
+    def start() -> Opened:
+        started = import_module("trackio").init(project=project, name=run, resume="allow", **options)
+        return lambda step, metrics: started.log(dict(metrics), step=step), started.finish
+
+    return _Tracker(start)
+
+
+class _Tracker:
+    """A logger whose first metric starts the tracker's run; after `close`, the next metric continues it."""
+
+    def __init__(self, start: Callable[[], Opened]):
+        self._start = start
+        self._opened: Opened | None = None
+
+    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._opened = self._opened or self._start()
+        self._opened[0](step, metrics)
+
+    def close(self) -> None:
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened[1]()

@@ -1,0 +1,150 @@
+"""`find_nan` names the operation, line, leaf, row and device of a value that is not finite."""
+
+import inspect
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.table import STRATEGIES
+
+import shardopt as so
+
+
+def log_of_rows(params, batch):
+    logs = jnp.log(batch["x"] @ params["w"])
+    return jnp.mean(jnp.where(batch["mask"], logs, 0.0) * params["scale"])
+
+
+def rows_with(**bad):
+    batch = {"x": np.ones((16, 4), np.float32), "mask": np.ones(16, bool)}
+    for name, (row, value) in bad.items():
+        batch[name][row] = value
+    return batch
+
+
+PARAMS = {"w": np.ones(4, np.float32), "scale": np.ones((), np.float32)}
+
+
+def line_of(function, text):
+    lines, first = inspect.getsourcelines(function)
+    number = first + next(i for i, line in enumerate(lines) if text in line)
+    return f"{__file__}:{number} ({function.__name__})"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "options"),
+    [
+        pytest.param("fsdp", {"data": 8}, {}, marks=pytest.mark.fast),
+        ("ddp", {"data": 4}, {"micro_batches": 2}),
+        ("zero1", {"replica": 2, "data": 2}, {"view": "global"}),
+    ],
+)
+def test_forward(strategy, mesh, options, mesh_of):
+    """A row whose NaN is masked is no finding; the row with the other NaN is, with the device that holds it."""
+    opt = STRATEGIES[strategy](optax.sgd(0.1), mesh_of(**mesh), log_of_rows, **options)
+    state, batch = opt.init(PARAMS), rows_with()
+    assert so.find_nan(opt, state, batch) is None
+    batch["x"][[3, 11]], batch["mask"][3] = -1, False
+    found = so.find_nan(opt, state, batch)
+    assert (found.kind, found.direction, found.operation, found.leaf) == ("NaN", "forward", "log", "w")
+    assert found.line == line_of(log_of_rows, "jnp.log")
+    assert (found.rows, found.gradients, found.turns) == ((11,), (), ())
+    devices = opt.mesh.devices.flatten()  # row 11 of 16 is with the device at 11/16 of them
+    held = devices[11 * len(devices) // 16 :][:1]
+    assert set(found.devices) == set(held)
+    assert found.micro_batch == (1 if "micro_batches" in options else 0)
+
+
+def root(params, batch):
+    norms = jnp.sqrt(jnp.sum((batch * params["w"][None]) ** 2, -1))
+    return jnp.mean(norms) + 0 * params["other"]
+
+
+def test_backward_and_its_cause(mesh_of):
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=4), root)
+    batch = np.ones((8, 3), np.float32)
+    batch[6] = 0
+    found = so.find_nan(opt, opt.init({"w": np.ones(3, np.float32), "other": np.ones(())}), batch)
+    assert (found.kind, found.direction, found.operation) == ("infinite", "backward", "div")
+    assert found.line == line_of(root, "sqrt")
+    assert found.became_nan.startswith("mul, ")
+    assert (found.gradients, found.rows, found.devices) == (("w",), (6,), (opt.mesh.devices.flat[3],))
+
+
+def attend(w, x):
+    scores = jnp.where(jnp.tri(3, dtype=bool), x[:, :, None] * x[:, None, :], -jnp.inf)
+    return x + jax.nn.softmax(scores, -1)[:, 0] * jnp.exp(w["rate"])
+
+
+MODEL = so.BlockModel(
+    embed=lambda outer, batch: batch * outer["in"],
+    block=attend,
+    loss=lambda outer, x, batch: jnp.mean(x),
+    remat="full",
+)
+
+
+def test_a_block_is_a_turn_and_a_mask_of_infinities_is_no_finding(mesh_of):
+    params = {"blocks": {"rate": np.array([0, 0, 1000, 0], np.float32)}, "in": np.ones((), np.float32)}
+    opt = so.hybrid(optax.sgd(0.1), mesh_of(data=2, pipeline=2), MODEL, micro_batches=2)
+    found = so.find_nan(opt, opt.init(params), np.ones((4, 3), np.float32))
+    assert (found.kind, found.operation, found.leaf, found.turns) == ("infinite", "exp", "blocks/rate", ((2, 4),))
+    assert found.line == line_of(attend, "jnp.exp")
+    assert found.rows == (0, 1, 2, 3)
+    assert "every row (of 4)" in str(found)
+
+
+def dropped(params, batch, rng=None):
+    keep = jax.random.bernoulli(rng, 0.5, batch.shape)
+    return jnp.mean(jnp.where(keep, batch + params["w"], 0))
+
+
+def test_a_key_is_that_of_the_step(mesh_of):
+    """Dropout hides a NaN in some steps: the finding agrees with the loss of the step."""
+    opt = so.ddp(optax.sgd(0.0), mesh_of(data=2), dropped, micro_batches=2)
+    batch, agreed = np.ones(8, np.float32), set()
+    batch[5] = np.nan
+    for seed in range(6):
+        state = opt.init({"w": np.ones((), np.float32)}, jax.random.key(seed))
+        found = so.find_nan(opt, state, batch)
+        _, metrics = opt.step(state, batch)
+        bad = not np.isfinite(metrics["loss"])
+        assert (found is not None) == bad
+        agreed.add(bad)
+        assert not bad or (found.operation, found.leaf, found.rows) == ("argument", "batch", (5,))
+    assert agreed == {True, False}
+
+
+def while_loss(params, batch):
+    halved = jax.lax.while_loop(lambda x: x[1] < 3, lambda x: (jnp.log(x[0]), x[1] + 1), (params["w"], 0))[0]
+    return jnp.mean(batch) * jax.lax.cond(halved > 9, lambda x: x, lambda x: x + 1, halved)
+
+
+def test_a_while_loop_counts_its_turns(mesh_of):
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), lambda p, b: while_loss(jax.lax.stop_gradient(p), b) + p["w"])
+    found = so.find_nan(opt, opt.init({"w": np.array(2.0, np.float32)}), np.ones(4, np.float32))
+    assert (found.kind, found.operation, found.turns) == ("NaN", "log", ((2, 0),))
+
+
+def test_jax_debug_nans_raises_at_the_line_of_the_loss(mesh_of):
+    """What the docstring says: a result that is NaN raises, in the per-device view too, and a masked NaN does not."""
+    opt = so.fsdp(optax.sgd(0.1), mesh_of(data=2), log_of_rows)
+    masked = rows_with(x=(3, -1), mask=(3, False))
+    with jax.debug_nans(True):
+        assert np.isfinite(opt.evaluate(opt.init(PARAMS), masked)["loss"])
+        state = opt.init(PARAMS)
+        with pytest.raises(FloatingPointError) as error:
+            opt.step(state, rows_with(x=(3, -1)))
+        assert "log_of_rows" in [frame.name for frame in traceback.extract_tb(error.value.__traceback__)]
+        assert so.find_nan(opt, opt.init(PARAMS), rows_with(x=(3, -1))).operation == "log"
+
+
+def test_replicas_that_train_apart_are_refused(mesh_of):
+    opt = so.local_sgd(so.ddp(optax.sgd(0.1), mesh_of(replica=2), root), sync_every=2)
+    state = opt.init({"w": np.ones(3, np.float32), "other": np.ones(())})
+    with pytest.raises(ValueError, match="replicas of this strategy train apart") as error:
+        so.find_nan(opt, state, np.ones((8, 3), np.float32))
+    assert str(error.value).startswith("find_nan: ")
