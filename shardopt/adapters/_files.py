@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -10,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from shardopt.checkpoint._blob import on_host
 from shardopt.core._errors import error_text, plural
 from shardopt.core._extras import require
 from shardopt.core._types import PyTree, leaves_with_paths
@@ -20,56 +18,86 @@ from shardopt.runtime._files import write_atomic
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def save_adapters(folder: Path, params: PyTree, settings: dict[str, object]) -> None:
-    """Write A and B and the settings; all processes take part, and the first one writes. The settings are written last."""
+def save_adapters(folder: Path, tensors: dict[str, np.ndarray], settings: dict[str, object], params: PyTree) -> None:
+    """Write tensors and settings; all processes take part, and the first one writes. The settings are written last."""
     require("safetensors", extra="huggingface")
     from safetensors.numpy import save_file
 
-    tensors = {path: np.ascontiguousarray(on_host(leaf)) for path, leaf in _factors(params)}
-    settings = settings | {"base_hash": base_hash(params)}
+    metadata = {"format": "pt", "base_hash": base_hash(params)}
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CONFIG).unlink(missing_ok=True)
         unfinished = folder / f"{WEIGHTS}.unfinished"
-        save_file(tensors, unfinished)
+        save_file(tensors, unfinished, metadata=metadata)
         unfinished.replace(folder / WEIGHTS)
         write_atomic(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"adapters in {folder}")
 
 
-def load_adapters(folder: Path, params: PyTree, settings: dict[str, object]) -> PyTree:
-    """Return the parameters with A and B of a folder, in the placement and dtype of A and B in `params`."""
-    require("safetensors", extra="huggingface")
-    from safetensors.numpy import load_file
+def read_adapters(folder: Path, shapes: dict[str, tuple[int, ...]], params: PyTree) -> dict[str, np.ndarray]:
+    """Return the tensors of a folder, which must have these names and shapes.
 
-    if not (folder / CONFIG).exists():
-        problem = f"{folder} has no {CONFIG}, so it holds no adapters, or saving them did not finish."
-        raise FileNotFoundError(error_text(problem, fix="give the folder that save wrote."))
-    stored_settings = json.loads((folder / CONFIG).read_text())
-    stored_hash = stored_settings.pop("base_hash")
-    different = [
-        f"{name}: {stored_settings.get(name)!r} in the folder, {settings.get(name)!r} here"
-        for name in sorted({*settings, *stored_settings})
-        if stored_settings.get(name) != settings.get(name)
-    ]
-    if different:
-        raise ValueError(error_text("the adapters were trained with other settings.", different, "use their settings."))
-    if stored_hash != base_hash(params):
+    Raises:
+      ValueError: if the base has another hash than the base of the tensors, or a tensor does not fit. Files of peft have
+        no hash.
+    """
+    require("safetensors", extra="huggingface")
+    from safetensors import safe_open
+
+    with safe_open(folder / WEIGHTS, framework="numpy") as file:
+        stored_hash = (file.metadata() or {}).get("base_hash")
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, since it is no dict
+    if stored_hash is not None and stored_hash != base_hash(params):
         problem = f"the adapters were trained on another base: its hash was {stored_hash}."
         raise ValueError(error_text(problem, fix="load the frozen parameters that they were trained on."))
-    tensors = load_file(folder / WEIGHTS)
-    expected = {path: leaf.shape for path, leaf in _factors(params)}
     misfits = [
-        f"{path}: {tensors[path].shape if path in tensors else 'absent'} in the folder, {expected.get(path, 'absent')} here"
-        for path in sorted(tensors.keys() | expected.keys())
-        if path not in tensors or tensors[path].shape != expected.get(path)
+        f"{name}: {tensors[name].shape if name in tensors else 'absent'} in the folder, {shapes.get(name, 'absent')} here"
+        for name in sorted(tensors.keys() | shapes.keys())
+        if name not in tensors or tensors[name].shape != shapes.get(name)
     ]
     if misfits:
         problem = f"{plural(len(misfits), 'tensor')} of the folder do not fit."
         raise ValueError(error_text(problem, misfits, "use the targets and the rank of the adapters in the folder."))
-    loaded = [_placed(tensors[path], leaf) if path in tensors else leaf for path, leaf in leaves_with_paths(params)]
-    return jax.tree.structure(params).unflatten(loaded)
+    return tensors
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder without finished adapters.
+
+    Raises:
+      FileNotFoundError: if it has no settings, which are written last.
+    """
+    if not (folder / CONFIG).exists():
+        problem = f"{folder} has no {CONFIG}, so it holds no adapters, or saving them did not finish."
+        raise FileNotFoundError(error_text(problem, fix="give the folder that save wrote."))
+
+
+def check_settings(folder: Path, settings: dict[str, object]) -> None:
+    """Refuse a folder whose adapters have other settings.
+
+    Raises:
+      ValueError: if a setting differs.
+    """
+    stored_settings = json.loads((folder / CONFIG).read_text())
+    different = [
+        f"{name}: {stored_settings.get(name)!r} in the folder, {value!r} here"
+        for name, value in settings.items()
+        if stored_settings.get(name) != value
+    ]
+    if different:
+        raise ValueError(error_text("the adapters were trained with other settings.", different, "use their settings."))
+
+
+def factors_of(params: PyTree) -> dict[str, jax.Array]:
+    """Return key path -> A or B."""
+    return {path: leaf for path, leaf in leaves_with_paths(params) if path.rpartition("/")[2] in FACTORS}
+
+
+def with_factors(params: PyTree, factors: dict[str, np.ndarray]) -> PyTree:
+    """Return the parameters with other A and B, in the placement and dtype of A and B in `params`."""
+    leaves = [_placed(factors[path], leaf) if path in factors else leaf for path, leaf in leaves_with_paths(params)]
+    return jax.tree.structure(params).unflatten(leaves)
 
 
 def base_hash(params: PyTree) -> str:
@@ -80,10 +108,6 @@ def base_hash(params: PyTree) -> str:
             sums = np.asarray(_sums(jnp.asarray(leaf)))
             digest.update(f"{path} {leaf.dtype} {leaf.shape} {sums[0]} {sums[1]}\n".encode())
     return digest.hexdigest()[:32]
-
-
-def _factors(params: PyTree) -> Iterator[tuple[str, jax.Array]]:
-    return ((path, leaf) for path, leaf in leaves_with_paths(params) if path.rpartition("/")[2] in FACTORS)
 
 
 def _placed(tensor: np.ndarray, leaf: jax.Array) -> jax.Array:

@@ -4,25 +4,38 @@ import dataclasses
 import os
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from shardopt.adapters._files import load_adapters, save_adapters
+from shardopt.adapters._files import (
+    CONFIG,
+    check_folder,
+    check_settings,
+    factors_of,
+    read_adapters,
+    save_adapters,
+    with_factors,
+)
+from shardopt.adapters._peft import check_peft_config, modules_of, peft_config
 from shardopt.adapters._quantized_weight import Base, QuantizedWeight, check_base, quantize
+from shardopt.checkpoint._blob import on_host
 from shardopt.core._arguments import check_count, check_number
 from shardopt.core._block_model import BLOCKS, BlockModel, LossFn, as_block_model, takes_rng
 from shardopt.core._errors import calling, error_text, plural
-from shardopt.core._types import PyTree, Rules, path_text
+from shardopt.core._types import PyTree, Rules, TrainState, path_text
+from shardopt.models._pretrained import Pretrained
 from shardopt.nn._low_rank import FACTORS, LowRank, low_rank_shapes
 from shardopt.optimizers import Matrix
 from shardopt.optimizers._matrices import Matrices, check_matrices
 from shardopt.partition._rules import check_rules
+from shardopt.step._optimizer import ShardedOptimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +116,34 @@ class Lora:
         leaves = [leaf for _, leaf in paths_and_leaves]
         return treedef.unflatten([adapted(path, leaf) for path, leaf in zip(paths, leaves, strict=True)])
 
+    @calling("lora.start")
+    def start(self, model: Pretrained, opt: ShardedOptimizer, rng: jax.Array, *, progress: bool = True) -> TrainState:
+        """Return the first train state of a strategy: the weights of an open model, with new adapters.
+
+        Args:
+          model: the open model; `lora` got its `model` and `rules`.
+          opt: the strategy, made with `model`, `rules` and `frozen` of this object.
+          rng: a random key, of A and of the steps.
+          progress: whether the first process shows a bar.
+
+        Raises:
+          OSError: if a file cannot be read.
+
+        Each process reads the bytes of its own shards. With `base` in 8 or 4 bits the shards are quantised on the devices.
+        """
+        adapter_key, step_key = jax.random.split(rng)
+        specs = opt.specs(jax.eval_shape(self.init, model.abstract_params, adapter_key)).params
+
+        def sharding_of_weight(spec: Any, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+            spec = spec.base if _is_low_rank(spec) else spec
+            spec = spec.codes if isinstance(spec, QuantizedWeight) else spec
+            return NamedSharding(opt.mesh, PartitionSpec(*spec[-leaf.ndim :]))
+
+        is_weight = lambda node: _is_low_rank(node) or isinstance(node, PartitionSpec)  # noqa: E731
+        shardings = jax.tree.map(sharding_of_weight, specs, model.abstract_params, is_leaf=is_weight)
+        weights = model.load_params(shardings, progress=progress)
+        return opt.init(jax.jit(self.init)(weights, adapter_key), step_key)
+
     def merge(self, params: PyTree) -> PyTree:
         """Return parameters without adapters: each weight is W + alpha / rank A B, in the dtype of W.
 
@@ -115,32 +156,57 @@ class Lora:
         return _map_nodes(lambda node: _with_float_base(node).base, params)
 
     @calling("lora.save")
-    def save(self, folder: str | os.PathLike[str], params: PyTree) -> None:
+    def save(self, folder: str | os.PathLike[str], params: PyTree, *, model: Pretrained | None = None) -> None:
         """Write A and B, the settings, and a hash of the base. On several processes all call it, and the first one writes.
 
         Args:
           folder: it is created if it does not exist. An interrupted save leaves nothing that `load` accepts.
           params: parameters with adapters, on one device or sharded.
+          model: the open model that has the adapters. The files are then those of peft, which peft loads. None: tensors
+            have the key paths of A and B.
 
         Raises:
           ModuleNotFoundError: if safetensors is not installed.
+          ValueError: if peft has no form for a weight: for example, if a tensor of the model joins several leaves.
         """
-        save_adapters(Path(folder), params, self._settings())
+        factors = {path: np.ascontiguousarray(on_host(leaf)) for path, leaf in factors_of(params).items()}
+        if model is None:
+            return save_adapters(Path(folder), factors, self._settings(), params)
+        modules = modules_of(model, _weights_of(factors))
+        tensors = {name: tensor for module in modules for name, tensor in module.in_file(factors).items()}
+        settings = peft_config(self.rank, self.alpha, self.dropout, modules, model)
+        return save_adapters(Path(folder), tensors, settings, params)
 
     @calling("lora.load")
-    def load(self, folder: str | os.PathLike[str], params: PyTree) -> PyTree:
+    def load(self, folder: str | os.PathLike[str], params: PyTree, *, model: Pretrained | None = None) -> PyTree:
         """Return parameters with A and B of a folder, placed as A and B of `params`.
 
         Args:
-          folder: a folder that `save` wrote, on any mesh.
+          folder: a folder that `save` or peft wrote, on any mesh.
           params: parameters with adapters, as `init` returns them, or as a state holds them.
+          model: the open model that has the adapters, for files of peft.
 
         Raises:
           ModuleNotFoundError: if safetensors is not installed.
           FileNotFoundError: if the folder holds no adapters.
-          ValueError: if the adapters were trained with other settings or on another base.
+          ValueError: if the adapters were trained with other settings, on another base or on other weights. Files that peft
+            wrote have no hash of their base.
         """
-        return load_adapters(Path(folder), params, self._settings())
+        folder = Path(folder)
+        check_folder(folder)
+        factors = factors_of(params)
+        if model is None:
+            check_settings(folder, self._settings())
+            return with_factors(params, read_adapters(folder, {path: x.shape for path, x in factors.items()}, params))
+        check_peft_config(folder / CONFIG, self.rank, self.alpha)
+        modules, buffers = modules_of(model, _weights_of(factors)), {}
+        for path, leaf in factors.items():
+            buffers[path] = np.zeros(leaf.shape, leaf.dtype)
+        shapes = {name: tensor.shape for module in modules for name, tensor in module.in_file(buffers).items()}
+        tensors = read_adapters(folder, shapes, params)
+        for module in modules:
+            module.write_into(buffers, tensors)
+        return with_factors(params, buffers)
 
     def _settings(self) -> dict[str, object]:
         return {"rank": self.rank, "alpha": self.alpha, "base": self.base}
@@ -354,6 +420,11 @@ def _split_path(path: str) -> tuple[str, str]:
     """Return the key path of a weight, and the rest of the path: "", "base", "base/codes", "lora_a" or another."""
     match = re.fullmatch(r"(?:(.*?)/)?(base|base/codes|base/scales|lora_a|lora_b)", path)
     return (match[1] or "", match[2]) if match else (path, "")
+
+
+def _weights_of(factors: Iterable[str]) -> set[str]:
+    """Return the key paths of the weights that have these A and B."""
+    return {path.rpartition("/")[0] for path in factors}
 
 
 def _negative_dims(matrix: Matrix, ndim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

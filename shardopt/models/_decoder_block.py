@@ -19,6 +19,7 @@ from shardopt.models import _layers as layers
 from shardopt.models._decoder_config import ACTIVATIONS, DecoderConfig
 from shardopt.models._latent_attention import latent_qkv
 from shardopt.models.gpt import Params
+from shardopt.nn._low_rank import Weight
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -233,7 +234,7 @@ def _mlp(config: DecoderConfig, weights: Params, x: Float[Array, "B T D"]) -> Fl
     hidden = checkpoint_name([_add_bias(product(name), weights.get(f"{name}_bias")) for name in names], "mlp_hidden")
 
     @jax.checkpoint
-    def down(hidden: list[Array], weight: Array) -> Array:
+    def down(hidden: list[Array], weight: Weight) -> Array:
         activated = ACTIVATIONS[config.activation](hidden[0])
         activated = activated * hidden[1] if config.gated else activated
         return nn.quantized_einsum("btf,fd->btd", activated, weight, precision=config.precision)

@@ -26,6 +26,7 @@ from shardopt.models._families import FAMILIES
 from shardopt.models._fields import Fields, check_fields
 from shardopt.models._places import Place, check_tensors, is_ignored, leaf_shapes, places_of, tensor_shape
 from shardopt.models._tensor_files import Part, Tensor, header_of, read_header
+from shardopt.optimizers import Matrix
 from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.training._loggers import show_progress
 
@@ -60,6 +61,11 @@ class Pretrained:
     def rules(self) -> tuple[tuple[str, PartitionSpec], ...]:
         """The tensor rules, `decoder.rules(config)`."""
         return decoder.rules(self.config)
+
+    @property
+    def matrices(self) -> tuple[tuple[str, Matrix], ...]:
+        """The leaves that are matrices, `decoder.matrices(config)`."""
+        return decoder.matrices(self.config)
 
     @property
     def expert_leaves(self) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from shardopt.models._inputs import Inputs, mean_loss, read_inputs
 from shardopt.models._rope import Rope
 from shardopt.models.gpt import Batch, Params, Tokens
 from shardopt.nn._flash import capped
+from shardopt.optimizers import Matrix
 
 __all__ = [
     "BlockKind",
@@ -30,6 +31,7 @@ __all__ = [
     "frozen",
     "init",
     "logits_of",
+    "matrices",
     "model",
     "num_parameters",
     "rules",
@@ -43,6 +45,12 @@ _BLOCK_RULES = (
     ("(mlp|shared)/((gate|up)_bias|down)$", ("tensor",)),
     ("experts/(gate|up)$", (None, None, "tensor")),
     ("experts/((gate|up)_bias|down)$", (None, "tensor")),
+)
+_BLOCK_MATRICES = (
+    ("attention/(q|k|v|kv)$", Matrix(rows=1, columns=(2, 3))),
+    ("attention/out$", Matrix(rows=(1, 2), columns=3)),
+    ("(attention/(q|kv)_down|(mlp|shared)/(gate|up|down))$", Matrix(rows=1, columns=2)),
+    ("experts/(gate|up|down)$", Matrix(rows=2, columns=3)),
 )
 expert_leaves = ("(^|/)blocks/experts/",)
 """Leaves of experts, for the `expert_leaves` of a strategy."""
@@ -69,6 +77,23 @@ def rules(config: DecoderConfig) -> tuple[tuple[str, P], ...]:
     all_rules += [(f"(^|/)first_blocks/{pattern}", P(None, *spec)) for pattern, spec in _BLOCK_RULES]
     all_rules.append(("(^|/)(embedding|head)$", P("tensor")))
     return tuple(rule for rule in all_rules if any(re.search(rule[0], path) for path in paths))
+
+
+def matrices(config: DecoderConfig) -> tuple[tuple[str, Matrix], ...]:
+    """Return the leaves of blocks that are matrices, for the `matrices` of `so.optimizers` and of `shardopt.adapters`.
+
+    Args:
+      config: the description of the model.
+
+    Returns:
+      [(regex, Matrix), ...]; each regex matches a leaf of the model.
+    """
+    paths = [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes_of(config), is_leaf=_is_shape)]
+    return tuple(
+        (f"blocks/{pattern}", matrix)
+        for pattern, matrix in _BLOCK_MATRICES
+        if any(re.search(f"blocks/{pattern}", path) for path in paths)
+    )
 
 
 def shapes_of(config: DecoderConfig) -> Params:

@@ -1,0 +1,157 @@
+"""Adapters of open models: files of peft go in and out, and a step is the step of peft with torch."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file, save_file
+from support import oracle, peft_oracle
+
+import shardopt as so
+from shardopt.adapters import lora
+from shardopt.models import decoder, from_pretrained
+
+TARGETS = ["attention/(q|v|out)$", "mlp/(gate|down)$"]
+
+
+@pytest.fixture
+def opened(tmp_path):
+    config, shapes, _ = oracle.read_case(peft_oracle.CASE)
+    return from_pretrained(oracle.write_folder(tmp_path / "base", config, shapes))
+
+
+@pytest.fixture
+def results():
+    with np.load(peft_oracle.FIXTURE) as stored:
+        return dict(stored)
+
+
+def adapted_by(model, rank=peft_oracle.RANK, targets=TARGETS):
+    return lora(
+        model.model,
+        rank=rank,
+        alpha=peft_oracle.ALPHA,
+        targets=targets,
+        matrices=model.matrices,
+        rules=model.rules,
+        low_rank_products=True,
+    )
+
+
+def loaded(adapted, model, folder):
+    start = adapted.init(model.load_params(progress=False), jax.random.key(0))
+    return adapted.load(folder, start, model=model)
+
+
+def test_the_logits_are_those_of_peft(opened, results, tmp_path):
+    adapted = adapted_by(opened)
+    params = loaded(adapted, opened, peft_oracle.write_adapters(tmp_path / "peft"))
+    tokens = oracle.TOKENS[: oracle.SHOWN, :-1]
+    logits = jax.jit(lambda params: decoder.logits_of(opened.config, adapted.merge(params), tokens))(params)
+    np.testing.assert_allclose(logits, results["logits"], rtol=0, atol=1e-5)
+
+
+def test_a_step_of_adamw_is_that_of_peft_and_comes_out_in_its_files(opened, results, tmp_path, mesh_of):
+    adapted = adapted_by(opened)
+    folder = peft_oracle.write_adapters(tmp_path / "peft")
+    tx = optax.adamw(oracle.RATE, eps=oracle.EPSILON, weight_decay=oracle.DECAY)
+    opt = so.fsdp(
+        tx, mesh_of(data=2, tensor=2), adapted.model, rules=adapted.rules, frozen=adapted.frozen, min_shard_elements=1
+    )
+    state = opt.init(loaded(adapted, opened, folder))
+    adapted.save(tmp_path / "same", state.params, model=opened)
+    ours, theirs = (load_file(path / "adapter_model.safetensors") for path in (tmp_path / "same", folder))
+    assert ours.keys() == theirs.keys()
+    for name, numbers in theirs.items():
+        np.testing.assert_array_equal(ours[name], numbers, err_msg=name)
+    state, metrics = opt.step(state, {"tokens": oracle.TOKENS.astype(np.int32)})
+    np.testing.assert_allclose(metrics["loss"], results["loss"], rtol=1e-5)
+    adapted.save(tmp_path / "stepped", state.params, model=opened)
+    for name, numbers in load_file(tmp_path / "stepped" / "adapter_model.safetensors").items():
+        np.testing.assert_allclose(oracle.sampled(numbers), results[f"step/{name}"], rtol=0, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("base", ["float", "nf4"])
+def test_a_state_starts_from_the_shards_of_an_open_model(base, opened, mesh_of):
+    adapted = lora(
+        opened.model,
+        rank=2,
+        targets=TARGETS,
+        base=base,
+        matrices=opened.matrices,
+        rules=opened.rules,
+        low_rank_products=True,
+    )
+    opt = so.fsdp(
+        optax.sgd(0.1),
+        mesh_of(data=2, tensor=2),
+        adapted.model,
+        rules=adapted.rules,
+        frozen=adapted.frozen,
+        min_shard_elements=1,
+    )
+    state = adapted.start(opened, opt, jax.random.key(0), progress=False)
+    expected = adapted.init(opened.load_params(progress=False), jax.random.split(jax.random.key(0))[0])
+    for (path, leaf), other in zip(jax.tree.leaves_with_path(state.params), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(leaf, other, err_msg=jax.tree_util.keystr(path))
+    gate = state.params["blocks"]["mlp"]["gate"].base
+    assert (gate if base == "float" else gate.codes).sharding.spec == P(None, "data", "tensor")
+
+
+@pytest.mark.slow
+def test_peft_loads_our_files(opened, tmp_path):
+    pytest.importorskip("peft", reason="needs the extra oracle and peft")
+    import torch
+
+    adapted = adapted_by(opened)
+    params = loaded(adapted, opened, peft_oracle.write_adapters(tmp_path / "peft"))
+    adapted.save(tmp_path / "ours", params, model=opened)
+    model = peft_oracle.run(tmp_path / "torch", tmp_path / "ours")
+    with np.load(peft_oracle.FIXTURE) as stored, torch.no_grad():
+        logits = model(input_ids=torch.as_tensor(oracle.TOKENS)[: oracle.SHOWN, :-1]).logits
+        np.testing.assert_allclose(logits.numpy(), stored["logits"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.fast
+def test_settings_of_peft_that_are_not_computed_are_refused(opened, tmp_path):
+    folder = peft_oracle.write_adapters(tmp_path / "peft")
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "use_dora": True, "r": 4}))
+    message = (
+        f"lora.load: {path} has settings that do not fit.\n"
+        "  use_dora: True in the folder, False here\n"
+        "  r: 4 in the folder, 2 here\n"
+        "Fix: make the adapters with the rank and alpha of the folder; other settings of peft are not supported."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        loaded(adapted_by(opened), opened, folder)
+
+
+@pytest.mark.fast
+def test_a_tensor_more_or_less_is_refused(opened, tmp_path):
+    folder = peft_oracle.write_adapters(tmp_path / "peft")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
+    tensors["base_model.model.lm_head.lora_A.weight"] = tensors.pop(name)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"^lora.load: 2 tensors of the folder do not fit[.]\n.*lm_head.*\n.*absent in the"
+    ):
+        loaded(adapted_by(opened), opened, folder)
+
+
+@pytest.mark.fast
+def test_tensors_that_join_leaves_have_no_form_in_peft(tmp_path):
+    config, shapes, _ = oracle.read_case("phi3")
+    model = from_pretrained(oracle.write_folder(tmp_path / "base", config, shapes))
+    adapted = adapted_by(model, targets=["attention/q$", "attention/out$"])
+    params = jax.eval_shape(adapted.init, model.abstract_params, jax.random.key(0))
+    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), params)
+    with pytest.raises(
+        ValueError, match=r"^lora.save: peft has no form for 2 weights[.]\n  model.layers.0.self_attn.qkv_proj"
+    ):
+        adapted.save(tmp_path / "out", params, model=model)
