@@ -26,6 +26,9 @@ _SETTINGS = (
 )
 
 
+_ORDER_FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
+
+
 class KnownError(NamedTuple):
     """A silent error of jax or XLA that these versions have.
 
@@ -113,14 +116,22 @@ def doctor(opt: Any = None, state: Any = None, batch: Any = None) -> DoctorRepor
         devices={"platform": kind, "kind": devices[0].device_kind, "count": len(devices), "processes": processes},
         topology=_topology(devices),
         flags=flags,
-        errors=tuple(known_errors(versions, kind, processes, jaxpr)),
+        errors=tuple(known_errors(versions, kind, processes, jaxpr, stores_programs=_stores_programs())),
     )
 
 
 def known_errors(
-    versions: dict[str, str | None], kind: str, processes: int, jaxpr: ClosedJaxpr | None
+    versions: dict[str, str | None],
+    kind: str,
+    processes: int,
+    jaxpr: ClosedJaxpr | None,
+    *,
+    stores_programs: bool = False,
 ) -> Iterator[KnownError]:
-    """Yield the silent errors that these versions have on a platform; docs/notes/compiler_errors.md has the measurements."""
+    """Yield the silent errors that these versions have on a platform; docs/notes/compiler_errors.md has the measurements.
+
+    `stores_programs` says whether jax's cache stores programs whose operations XLA:CPU has put in the concurrent order.
+    """
     jaxlib, libtpu = _numbers(versions["jaxlib"]), _numbers(versions["libtpu"])
 
     def occurs(has_pattern: Callable[[JaxprEqn, bool, bool], bool]) -> bool | None:
@@ -156,6 +167,15 @@ def known_errors(
             occurs(lambda eqn, *_: eqn.primitive.name in ("reduce_scatter", "psum_scatter")),
         )
 
+    if kind == "cpu" and stores_programs and jaxlib < (0, 12, 0, 1):
+        yield KnownError(
+            "XLA:CPU stored-programs",
+            "a program from jax's compilation cache may mix up collectives that can run at the same time, or hang.",
+            f"set XLA_FLAGS={_ORDER_FLAG}=false, unset jax_compilation_cache_dir, or pip install 'jax>=0.12.0.1' "
+            "(Python 3.12).",
+            occurs(lambda eqn, *_: eqn.primitive.name in ("ppermute", "all_gather", "all_to_all", "psum")),
+        )
+
 
 def _equations(jaxpr: Jaxpr, loop: bool = False, manual: bool = False) -> Iterator[tuple[JaxprEqn, bool, bool]]:
     """Yield each equation, whether it is in a loop, and whether a shard_map over all its axes is around it."""
@@ -185,6 +205,11 @@ def _topology(devices: list[Any]) -> str | None:
     extent = "x".join(str(max(values) - min(values) + 1) for values in zip(*coordinates, strict=True))
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     return f"{extent}, {slices} slice{'s' * (slices > 1)}"
+
+
+def _stores_programs() -> bool:
+    is_sequential = f"{_ORDER_FLAG}=false" in os.environ.get("XLA_FLAGS", "")
+    return bool(jax.config.values.get("jax_compilation_cache_dir")) and not is_sequential
 
 
 def _version(name: str) -> str | None:

@@ -8,6 +8,7 @@ import pytest
 
 import shardopt as so
 from shardopt.cli import main
+from shardopt.runtime import _doctor
 from shardopt.runtime._doctor import known_errors
 
 pytestmark = pytest.mark.fast
@@ -65,6 +66,19 @@ def test_a_reduce_scatter_of_the_loss_is_seen(mesh_of):
     jaxpr = jax.make_jaxpr(scatter)(jnp.ones(8))
     assert issues(OLD, "cpu", processes=2, jaxpr=jaxpr) == {"40830": True}
     assert issues(OLD, "cpu", processes=2, jaxpr=jax.make_jaxpr(jnp.sin)(1.0)) == {"40830": False}
+
+
+def test_stored_programs_are_warned_of_unless_their_order_is_sequential(monkeypatch):
+    assert [error.issue for error in known_errors(OLD, "cpu", 1, None, stores_programs=True)] == [
+        "XLA:CPU stored-programs"
+    ]
+    assert list(known_errors(NEW, "cpu", 1, None, stores_programs=True)) == []
+    monkeypatch.setattr(_doctor, "_version", lambda name: OLD.get(name))
+    monkeypatch.setenv("XLA_FLAGS", "")
+    stored = jax.config.values["jax_compilation_cache_dir"] is not None
+    assert [error.issue for error in so.doctor().errors] == ["XLA:CPU stored-programs"] * stored
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_concurrency_optimized_scheduler=false")
+    assert so.doctor().errors == ()
 
 
 def test_a_report_says_versions_devices_and_flags(mesh_of, monkeypatch):
