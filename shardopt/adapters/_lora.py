@@ -307,7 +307,8 @@ def lora(
       >>> loss_fn = lambda params, batch: jnp.mean((batch["x"] @ params["up"] @ params["down"] - batch["y"]) ** 2)
       >>> adapted = lora(loss_fn, rank=2, targets=["up", "down"])
       >>> params = adapted.init({"up": jnp.ones((4, 8)), "down": jnp.ones((8, 1))}, jax.random.key(0))
-      >>> opt = so.fsdp(optax.adam(1e-2), so.make_mesh(data=1), adapted.model, frozen=adapted.frozen, rules=adapted.rules)
+      >>> mesh = so.make_mesh(data=1, devices=jax.devices()[:1])
+      >>> opt = so.fsdp(optax.adam(1e-2), mesh, adapted.model, frozen=adapted.frozen, rules=adapted.rules)
       >>> state, metrics = opt.step(opt.init(params), {"x": jnp.ones((2, 4)), "y": jnp.ones((2, 1))})
       >>> adapted.merge(state.params)["up"].shape
       (4, 8)

@@ -64,12 +64,12 @@ def rules(config: DecoderConfig) -> tuple[tuple[str, P], ...]:
 
     Example:
       >>> for pattern, spec in rules(DecoderConfig(tied=True)):
-      ...     print(pattern, spec)
-      (^|/)blocks/attention/(q|k|v|kv)$ PartitionSpec(None, 'tensor')
-      (^|/)blocks/attention/out$ PartitionSpec('tensor',)
-      (^|/)blocks/(mlp|shared)/(gate|up)$ PartitionSpec(None, 'tensor')
-      (^|/)blocks/(mlp|shared)/((gate|up)_bias|down)$ PartitionSpec('tensor',)
-      (^|/)(embedding|head)$ PartitionSpec('tensor',)
+      ...     print(pattern, tuple(spec))
+      (^|/)blocks/attention/(q|k|v|kv)$ (None, 'tensor')
+      (^|/)blocks/attention/out$ ('tensor',)
+      (^|/)blocks/(mlp|shared)/(gate|up)$ (None, 'tensor')
+      (^|/)blocks/(mlp|shared)/((gate|up)_bias|down)$ ('tensor',)
+      (^|/)(embedding|head)$ ('tensor',)
     """
     shapes = jax.tree_util.tree_leaves_with_path(shapes_of(config), is_leaf=_is_shape)
     paths = [path_text(path) for path, _ in shapes]
