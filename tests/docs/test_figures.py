@@ -343,3 +343,12 @@ def test_sums_between_processes():
         wrong = [f"{measured['wrong'][how]} of {measured['rounds']}" for how in ("reduce_scatter", "exchange")]
         assert told == [*wrong, f"{measured['reduce_scatter / exchange']['median']:.2f}"]
         assert jaxlib == record["versions"]["jaxlib"]
+
+
+def test_memory_and_traffic_of_adapters():
+    text, compiled = page("howto/lora.md"), results("adapters_pod")
+    assert not compiled["llama3-8b v5e:2x4, all parameters"]["fits"]
+    for base, name in (("bf16", "bfloat16"), ("int8", "int8")):
+        row = compiled[f"llama3-8b v5e:2x4, lora on {base}"]
+        memory, sent = row["peak_bytes"] / 1e9, row["wire_bytes"] / 1e9
+        assert f"| adapters, base in {name} | {memory:.2f} GB | {sent:.1f} GB |" in text
