@@ -136,9 +136,9 @@ def test_a_race_is_noticed(races, monkeypatch):
     monkeypatch.setattr(
         pltpu, "CompilerParams", lambda **options: params(**(options | {"dimension_semantics": shared}))
     )
+    message = ""
     try:
         run_backward(groups=1)
     except jax.errors.JaxRuntimeError as error:  # jax 0.12 raises, where 0.10 records
-        assert "RACE DETECTED" in str(error)
-    else:
-        assert races()
+        message = str(error)
+    assert "RACE DETECTED" in message or races()
