@@ -29,7 +29,7 @@ from shardopt.checkpoint._blob import on_host
 from shardopt.core._arguments import check_count, check_number
 from shardopt.core._block_model import BLOCKS, BlockModel, LossFn, as_block_model, takes_rng
 from shardopt.core._errors import calling, error_text, plural
-from shardopt.core._types import PyTree, Rules, TrainState, path_text
+from shardopt.core._types import PyTree, Rules, TrainState, leaves_with_paths
 from shardopt.models._pretrained import Pretrained
 from shardopt.nn._low_rank import FACTORS, LowRank, low_rank_shapes
 from shardopt.optimizers import Matrix
@@ -49,7 +49,7 @@ class Lora:
       alpha: the factor of A B is alpha / rank.
       dropout: the probability with which a component of the input of A is 0 in training.
       base: the form of frozen weights that have adapters.
-      matrices: the `Matrix` of weights with more than two dims.
+      matrices: (regex, `Matrix` or None) for weights with more than two dims.
       base_rules: the tensor rules of the model without adapters.
     """
 
@@ -59,7 +59,7 @@ class Lora:
     alpha: float
     dropout: float
     base: Base
-    matrices: Matrices
+    matrices: Sequence[tuple[re.Pattern[str], Matrix | None]]
     base_rules: Sequence[tuple[re.Pattern[str], PartitionSpec]]
 
     @property
@@ -90,31 +90,28 @@ class Lora:
           ValueError: if a target matches no weight, or a weight that is not floating or has no `Matrix`. If a rule matches no
             leaf. If base is "nf4" and the last dim of a weight is odd.
         """
-        paths_and_leaves, treedef = jax.tree.flatten_with_path(params)
-        paths = [path_text(path) for path, _ in paths_and_leaves]
-        matrix_of_path = self._check_targets(paths, [leaf for _, leaf in paths_and_leaves])
+        paths_and_leaves = leaves_with_paths(params)
+        matrix_of_path = self._check_targets(paths_and_leaves)
 
         def adapted(path: str, leaf: Any) -> Any:
             if path not in matrix_of_path:
                 return leaf
-            rows, columns = _negative_dims(matrix_of_path[path], leaf.ndim)
-            a_shape, b_shape, num_rows = low_rank_shapes(leaf.shape, rows, columns, self.rank)
+            matrix = _counted_from_the_end(matrix_of_path[path], leaf.ndim)
+            a_shape, b_shape = low_rank_shapes(leaf.shape, matrix, self.rank)
             # as torch's kaiming_uniform_(a=sqrt(5)), which peft uses
-            bound = num_rows**-0.5
+            bound = matrix.shape_in(leaf.shape)[-2] ** -0.5
             key = jax.random.fold_in(rng, zlib.crc32(path.encode()))
             lora_a = jax.random.uniform(key, a_shape, dtype, -bound, bound)
             return LowRank(
                 quantize(leaf, self.base),
                 lora_a,
                 jnp.zeros(b_shape, dtype),
-                rows=rows,
-                columns=columns,
+                matrix=matrix,
                 scale=self.alpha / self.rank,
                 dropout=self.dropout,
             )
 
-        leaves = [leaf for _, leaf in paths_and_leaves]
-        return treedef.unflatten([adapted(path, leaf) for path, leaf in zip(paths, leaves, strict=True)])
+        return jax.tree.structure(params).unflatten([adapted(path, leaf) for path, leaf in paths_and_leaves])
 
     @calling("lora.start")
     def start(self, model: Pretrained, opt: ShardedOptimizer, rng: jax.Array, *, progress: bool = True) -> TrainState:
@@ -149,7 +146,7 @@ class Lora:
 
         Sharded parameters stay sharded: run it under `jax.jit`.
         """
-        return _map_nodes(lambda node: _with_float_base(node).merged(), params)
+        return _merged_view(params, None)
 
     def without_adapters(self, params: PyTree) -> PyTree:
         """Return the parameters of the base model, as floats. For DPO this is the reference model."""
@@ -162,7 +159,7 @@ class Lora:
         Args:
           folder: it is created if it does not exist. An interrupted save leaves nothing that `load` accepts.
           params: parameters with adapters, on one device or sharded.
-          model: the open model that has the adapters. The files are then those of peft, which peft loads. None: tensors
+          model: the open model that has the adapters. The files then have the form of peft, which loads them. None: tensors
             have the key paths of A and B.
 
         Raises:
@@ -211,14 +208,13 @@ class Lora:
     def _settings(self) -> dict[str, object]:
         return {"rank": self.rank, "alpha": self.alpha, "base": self.base}
 
-    def _check_targets(self, paths: list[str], leaves: list[Any]) -> dict[str, Matrix]:
-        matrices, matrix_of_path, problems = check_matrices(self.matrices), {}, []
-        for path, leaf in zip(paths, leaves, strict=True):
+    def _check_targets(self, paths_and_leaves: list[tuple[str, Any]]) -> dict[str, Matrix]:
+        matrix_of_path, problems = {}, []
+        for path, leaf in paths_and_leaves:
             if not any(target.search(path) for target in self.targets):
                 continue
-            stacked = as_block_model(self.model) is not None and path.startswith(f"{BLOCKS}/")
-            default = Matrix() if leaf.ndim == 2 + stacked else None
-            matrix = next((matrix for pattern, matrix in matrices or () if pattern.search(path)), default)
+            default = Matrix() if leaf.ndim == 2 + self._is_stacked(path) else None
+            matrix = self._matrix_of(path, default)
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 problems.append(f"{path}: dtype {leaf.dtype} is not floating")
             elif matrix is None:
@@ -227,6 +223,7 @@ class Lora:
                 problems.append(f"{path}: shape {leaf.shape}, base='nf4' stores pairs along the last dim, which is odd")
             else:
                 matrix_of_path[path] = matrix
+        paths = [path for path, _ in paths_and_leaves]
         known = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
         for name, patterns in (("target", self.targets), ("rule", [pattern for pattern, _ in self.base_rules])):
             problems += [
@@ -247,18 +244,19 @@ class Lora:
             return spec
         if leaf_name == "base/scales":  # the groups of the last dim need not divide over tensor
             return PartitionSpec(*tuple(spec)[: len(shape) - 1])
-        matrix = next(
-            (matrix for pattern, matrix in check_matrices(self.matrices) or () if pattern.search(weight_path)), None
-        )
-        dims_of_side = [(dims,) if isinstance(dims, int) else tuple(dims) for dims in matrix or Matrix()]
-        num_rows, num_columns = map(len, dims_of_side)
+        matrix = self._matrix_of(weight_path, None) or Matrix()
+        num_rows, num_columns = (1 if isinstance(dims, int) else len(dims) for dims in matrix)
         ndim = len(shape) - 1 + (num_columns if leaf_name == "lora_a" else num_rows)
-        rows, columns = _negative_dims(matrix or Matrix(), ndim + self._is_stacked(weight_path))
+        matrix = _counted_from_the_end(matrix, ndim + self._is_stacked(weight_path))
         entries = (*spec, *[None] * (ndim - len(spec)))
-        counting = [entries[dim] for dim in range(-ndim, 0) if dim not in rows + columns]
-        if leaf_name == "lora_a":
-            return PartitionSpec(*counting, *(entries[dim] for dim in rows), None)
-        return PartitionSpec(*counting, None, *(entries[dim] for dim in columns))
+        counting, rows, columns = ([entries[dim] for dim in dims] for dims in matrix.order(ndim))
+        return (
+            PartitionSpec(*counting, *rows, None) if leaf_name == "lora_a" else PartitionSpec(*counting, None, *columns)
+        )
+
+    def _matrix_of(self, path: str, default: Matrix | None) -> Matrix | None:
+        """Return the `Matrix` that the first matching rule gives a weight, or the default."""
+        return next((matrix for pattern, matrix in self.matrices if pattern.search(path)), default)
 
     def _is_stacked(self, path: str) -> bool:
         return as_block_model(self.model) is not None and path.startswith(f"{BLOCKS}/")
@@ -336,7 +334,6 @@ def lora(
         raise ValueError(error_text("dropout acts on the input of A, which a merged weight does not have.", fix=fix))
     if callable(rules):
         raise TypeError(error_text("rules must be [(regex, PartitionSpec), ...], got a function."))
-    check_matrices(matrices)
     adapted = Lora(
         model,
         _compiled(targets),
@@ -344,7 +341,7 @@ def lora(
         alpha,
         dropout,
         base,
-        matrices,
+        check_matrices(matrices) or (),
         cast(Sequence[tuple[re.Pattern[str], PartitionSpec]], check_rules(rules)),
     )
     return dataclasses.replace(adapted, model=_adapted_model(model, adapted.targets, low_rank_products))
@@ -428,6 +425,7 @@ def _weights_of(factors: Iterable[str]) -> set[str]:
     return {path.rpartition("/")[0] for path in factors}
 
 
-def _negative_dims(matrix: Matrix, ndim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _counted_from_the_end(matrix: Matrix, ndim: int) -> Matrix:
+    """Return the same matrices with negative dims."""
     _, rows, columns = matrix.order(ndim)
-    return tuple(dim - ndim for dim in rows), tuple(dim - ndim for dim in columns)
+    return Matrix(tuple(dim - ndim for dim in rows), tuple(dim - ndim for dim in columns))

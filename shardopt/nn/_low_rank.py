@@ -1,12 +1,13 @@
 """`LowRank`: a weight plus a small product of two matrices, as one node of a pytree."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from shardopt.optimizers import Matrix
 
 FACTORS = ("lora_a", "lora_b")
 """The names of A and B in key paths."""
@@ -27,8 +28,7 @@ class LowRank:
       lora_a: A.
       lora_b: B.
       key: a random key for dropout; None drops nothing.
-      rows: the row dims of W, as negative numbers, so that a block and a stack of blocks have the same.
-      columns: the column dims of W, as negative numbers.
+      matrix: the row and column dims of W, as negative numbers, so that a block and a stack of blocks have the same.
       scale: the factor of A B.
       dropout: the probability with which a component of the input of A is 0.
 
@@ -40,8 +40,7 @@ class LowRank:
     lora_a: Array
     lora_b: Array
     key: Array | None = None
-    rows: tuple[int, ...] = dataclasses.field(default=(-2,), metadata={"static": True})
-    columns: tuple[int, ...] = dataclasses.field(default=(-1,), metadata={"static": True})
+    matrix: Matrix = dataclasses.field(default=Matrix(), metadata={"static": True})
     scale: float = dataclasses.field(default=1.0, metadata={"static": True})
     dropout: float = dataclasses.field(default=0.0, metadata={"static": True})
 
@@ -94,10 +93,8 @@ class LowRank:
         return self.scale * jnp.einsum(f"{middle},{far_letters}->{out}", near_product, far)
 
     def _factor_letters(self, weight: str) -> tuple[str, str]:
-        rows, columns = (tuple(dim % len(weight) for dim in dims) for dims in (self.rows, self.columns))
-        counting = "".join(weight[dim] for dim in range(len(weight)) if dim not in rows + columns)
-        row_letters, column_letters = ("".join(weight[dim] for dim in dims) for dims in (rows, columns))
-        return f"{counting}{row_letters}R", f"{counting}R{column_letters}"
+        counting, rows, columns = ("".join(weight[dim] for dim in dims) for dims in self.matrix.order(len(weight)))
+        return f"{counting}{rows}R", f"{counting}R{columns}"
 
 
 Weight = Array | LowRank
@@ -109,9 +106,7 @@ def as_array(weight: Any) -> Any:
     return weight.merged() if isinstance(weight, LowRank) else weight
 
 
-def low_rank_shapes(shape: tuple[int, ...], rows: tuple[int, ...], columns: tuple[int, ...], rank: int):
-    """Return the shapes of A and B for a weight, and the number of rows of each matrix."""
-    rows, columns = (tuple(dim % len(shape) for dim in dims) for dims in (rows, columns))
-    counting = tuple(shape[dim] for dim in range(len(shape)) if dim not in rows + columns)
-    row_sizes, column_sizes = (tuple(shape[dim] for dim in dims) for dims in (rows, columns))
-    return (*counting, *row_sizes, rank), (*counting, rank, *column_sizes), math.prod(row_sizes)
+def low_rank_shapes(shape: tuple[int, ...], matrix: Matrix, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of A and B for a weight."""
+    counting, rows, columns = ([shape[dim] for dim in dims] for dims in matrix.order(len(shape)))
+    return (*counting, *rows, rank), (*counting, rank, *columns)
