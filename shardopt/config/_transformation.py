@@ -8,7 +8,7 @@ import jax
 import optax
 
 from shardopt.core._errors import format_error
-from shardopt.core._types import PyTree, abstract, leaves_with_paths
+from shardopt.core._types import PyTree, abstract, leaves_with_paths, states_of
 
 
 class ExtraArgs(NamedTuple):
@@ -53,8 +53,7 @@ def _accepted_keywords(update: Callable[..., tuple[PyTree, PyTree]], keywords: d
 
 def refuse_lookahead(caller: str, opt_state: PyTree) -> None:
     """Refuse, by a ValueError, the state of an optimizer with `optax.lookahead` in it."""
-    is_lookahead = lambda node: isinstance(node, optax.LookaheadState)  # noqa: E731
-    if any(map(is_lookahead, jax.tree.leaves(opt_state, is_leaf=is_lookahead))):
+    if states_of(optax.LookaheadState, opt_state):
         problem = "optax.lookahead steps two copies of the parameters, and there is but one here."
         fix = "use so.local_sgd or so.diloco, whose outer step is that of lookahead, or the fast optimizer alone."
         raise ValueError(format_error(caller, problem, fix=fix))

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 PyTree = Any
 _Leaf = TypeVar("_Leaf")
+_State = TypeVar("_State")
 TreeDef = Any
 """The structure of a pytree: `jax.tree_util.PyTreeDef`, which type checkers do not accept as a type."""
 Rule = tuple[str | re.Pattern[str], PartitionSpec]
@@ -149,6 +150,12 @@ class AverageParamsState(NamedTuple):
     num_steps: jax.Array
     num_averaged: jax.Array
     average: PyTree
+
+
+def states_of(kind: type[_State], opt_state: PyTree) -> list[_State]:
+    """Return the states of one transformation in the state of an optimizer, by their type."""
+    is_state = lambda node: isinstance(node, kind)  # noqa: E731
+    return [node for node in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(node)]
 
 
 def is_average(node: object) -> bool:

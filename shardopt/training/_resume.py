@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from shardopt.checkpoint._checkpoints import Checkpoints
-from shardopt.checkpoint._memory import place_snapshot
+from shardopt.checkpoint._memory import MemorySnapshot, place_snapshot
 from shardopt.checkpoint._multihost import exchange
 from shardopt.checkpoint._tree import Json
 from shardopt.core import _early_stopping as stopping
@@ -84,11 +84,7 @@ def begin(
     """
     if isinstance(state, DeferredInit):
         opt.abstract_state(state.shapes())  # opt.abstract_state() needs to know the parameters
-    latest, snapshot = None, None
-    if checkpoints is not None:
-        latest = checkpoints.latest()
-        if checkpoints.memory_every is not None and (snapshot := checkpoints.newest_in_memory(opt)) is not None:
-            latest = snapshot.step
+    latest, snapshot = (None, None) if checkpoints is None else _newest(opt, checkpoints)
     if checkpoints is None or latest is None:
         return _initialized(opt, state), StoppingState()
     if not checkpoints.resume:
@@ -101,10 +97,7 @@ def begin(
         return _initialized(opt, state), StoppingState()
     if not isinstance(state, DeferredInit):
         _free(state)
-    if snapshot is not None:
-        restored, extra = place_snapshot(snapshot, opt.abstract_state()), snapshot.extra
-    else:
-        restored, extra = checkpoints.restore(opt, step=latest)
+    restored, extra = _restored(opt, checkpoints, latest, snapshot)
     position, saved_stopping = extra.get("batches"), extra.get("early_stopping")
     if spikes is not None:
         spikes.restore(extra.get("spikes"))
@@ -146,16 +139,28 @@ def restore_newest(
     The memory of `state` is freed first. With several processes all must call it.
     """
     checkpoints.wait()
-    latest, snapshot = checkpoints.latest(), None
-    if checkpoints.memory_every is not None:
-        snapshot = checkpoints.newest_in_memory(opt)
-    if latest is None and snapshot is None:
+    latest, snapshot = _newest(opt, checkpoints)
+    if latest is None:
         return None
     _free(state)
+    return latest, *_restored(opt, checkpoints, latest, snapshot)
+
+
+def _newest(opt: ShardedOptimizer, checkpoints: Checkpoints) -> tuple[int | None, MemorySnapshot | None]:
+    """Return the step of the newest snapshot or checkpoint, None if there is none; and the snapshot, if there is one."""
+    latest, snapshot = checkpoints.latest(), None
+    if checkpoints.memory_every is not None and (snapshot := checkpoints.newest_in_memory(opt)) is not None:
+        latest = snapshot.step
+    return latest, snapshot
+
+
+def _restored(
+    opt: ShardedOptimizer, checkpoints: Checkpoints, step: int, snapshot: MemorySnapshot | None
+) -> tuple[TrainState, dict[str, Json]]:
+    """Return the state and the extra of a snapshot, or else of the checkpoint of a step."""
     if snapshot is not None:
-        return snapshot.step, place_snapshot(snapshot, opt.abstract_state()), snapshot.extra
-    assert latest is not None
-    return latest, *checkpoints.restore(opt, step=latest)
+        return place_snapshot(snapshot, opt.abstract_state()), snapshot.extra
+    return checkpoints.restore(opt, step=step)
 
 
 def pack(

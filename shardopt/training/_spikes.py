@@ -11,13 +11,9 @@ import optax
 from shardopt.checkpoint._checkpoints import Checkpoints
 from shardopt.checkpoint._tree import Json
 from shardopt.core._errors import format_error
-from shardopt.core._types import PyTree
+from shardopt.core._types import PyTree, states_of
 from shardopt.step._optimizer import ShardedOptimizer
-from shardopt.training._tolerance import states_of
-from shardopt.transforms._skip_anomalies import SMALLEST_DEVIATION, SkipAnomaliesState
-
-WINDOW, DEVIATIONS = 128, 6.0
-"""The defaults of `skip_anomalies`."""
+from shardopt.transforms._skip_anomalies import DEVIATIONS, SMALLEST_DEVIATION, WINDOW, SkipAnomaliesState
 
 MOST_ROLLBACKS = 3
 """A run that goes back to the same snapshot more often ends."""

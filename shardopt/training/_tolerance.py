@@ -1,16 +1,12 @@
 """Find the steps that the optimizer skipped (`optax.apply_if_finite`, `skip_anomalies`); their loss may be NaN or infinite."""
 
-from typing import TypeVar
-
 import jax
 import jax.numpy as jnp
 import optax
 
-from shardopt.core._types import PyTree, TrainState
+from shardopt.core._types import PyTree, TrainState, states_of
 from shardopt.local_updates._state import Replicas
 from shardopt.transforms._skip_anomalies import SkipAnomaliesState
-
-_State = TypeVar("_State")
 
 
 def tolerated(state: TrainState) -> jax.Array | None:
@@ -27,12 +23,6 @@ def tolerated(state: TrainState) -> jax.Array | None:
         return None
     replicas = state.opt_state.params if isinstance(state.opt_state, Replicas) else ()
     return _is_harmless(finite, (state.params, replicas))
-
-
-def states_of(kind: type[_State], opt_state: PyTree) -> list[_State]:
-    """Return the states of one transformation in the state of an optimizer, by their type."""
-    is_state = lambda node: isinstance(node, kind)  # noqa: E731
-    return [node for node in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(node)]
 
 
 @jax.jit

@@ -8,8 +8,11 @@ import optax
 
 from shardopt.core._arguments import check_count, check_number, check_transformation
 from shardopt.core._errors import calling, error_text
-from shardopt.core._types import PyTree, wide_dtype
+from shardopt.core._types import PyTree, states_of, wide_dtype
 from shardopt.reducers._reducer import check_leaves
+
+WINDOW, DEVIATIONS = 128, 6.0
+"""The steps that mean and deviation are taken over, and how many deviations above the mean an anomaly is."""
 
 SMALLEST_DEVIATION = 0.01
 """The least standard deviation, as a part of the mean: a loss that hardly moves has no spike of rounding errors."""
@@ -43,9 +46,9 @@ class SkipAnomaliesState(NamedTuple):
 @calling("skip_anomalies")
 def skip_anomalies(
     inner: optax.GradientTransformation,
-    loss_z: float | None = 6.0,
-    norm_z: float | None = 6.0,
-    window: int = 128,
+    loss_z: float | None = DEVIATIONS,
+    norm_z: float | None = DEVIATIONS,
+    window: int = WINDOW,
     max_in_a_row: int = 10,
 ) -> optax.GradientTransformationExtraArgs:
     """Skip a step whose loss or gradient norm is not finite, or lies far above the last ones.
@@ -150,15 +153,9 @@ def skip_anomalies(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def states_of_anomalies(opt_state: PyTree) -> list[SkipAnomaliesState]:
-    """Return the states of `skip_anomalies` in the state of an optimizer."""
-    is_state = lambda node: isinstance(node, SkipAnomaliesState)  # noqa: E731
-    return [node for node in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(node)]
-
-
 def unless_skipped(opt_state: PyTree, old: PyTree, new: PyTree) -> PyTree:
     """Return `new`, or `old` if a `skip_anomalies` skipped the step that made this state of the optimizer."""
-    if old is new or not (states := states_of_anomalies(opt_state)):
+    if old is new or not (states := states_of(SkipAnomaliesState, opt_state)):
         return new
     skipped = jnp.stack([state.skipped for state in states]).any()
     return jax.tree.map(lambda x, y: jnp.where(skipped, x, y), old, new)
