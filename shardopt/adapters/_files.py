@@ -91,7 +91,11 @@ def check_settings(folder: Path, settings: dict[str, object]) -> None:
 
 def factors_of(params: PyTree) -> dict[str, jax.Array]:
     """Return key path -> A or B."""
-    return {path: leaf for path, leaf in leaves_with_paths(params) if path.rpartition("/")[2] in FACTORS}
+    return {path: leaf for path, leaf in leaves_with_paths(params) if _is_factor(path)}
+
+
+def _is_factor(path: str) -> bool:
+    return path.rpartition("/")[2] in FACTORS
 
 
 def with_factors(params: PyTree, factors: dict[str, np.ndarray]) -> PyTree:
@@ -104,7 +108,7 @@ def base_hash(params: PyTree) -> str:
     """Return a hash of all leaves but A and B. It does not depend on how they are sharded."""
     digest = hashlib.sha256()
     for path, leaf in leaves_with_paths(params):
-        if path.rpartition("/")[2] not in FACTORS:
+        if not _is_factor(path):
             sums = np.asarray(_sums(jnp.asarray(leaf)))
             digest.update(f"{path} {leaf.dtype} {leaf.shape} {sums[0]} {sums[1]}\n".encode())
     return digest.hexdigest()[:32]

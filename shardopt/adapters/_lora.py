@@ -6,7 +6,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,17 +24,17 @@ from shardopt.adapters._files import (
     with_factors,
 )
 from shardopt.adapters._peft import check_peft_config, modules_of, peft_config
-from shardopt.adapters._quantized_weight import Base, QuantizedWeight, check_base, quantize
-from shardopt.checkpoint._blob import on_host
-from shardopt.core._arguments import check_count, check_number
+from shardopt.adapters._quantized_weight import Base, QuantizedWeight, quantize
+from shardopt.core._arguments import check_choice, check_count, check_number
 from shardopt.core._block_model import BLOCKS, BlockModel, LossFn, as_block_model, takes_rng
 from shardopt.core._errors import calling, error_text, plural
 from shardopt.core._types import PyTree, Rules, TrainState, leaves_with_paths
-from shardopt.models._pretrained import Pretrained
+from shardopt.models._pretrained import Pretrained, sharding_of_weight
 from shardopt.nn._low_rank import FACTORS, LowRank, low_rank_shapes
 from shardopt.optimizers import Matrix
 from shardopt.optimizers._matrices import Matrices, check_matrices
 from shardopt.partition._rules import check_rules
+from shardopt.runtime._processes import gather_to_host
 from shardopt.step._optimizer import ShardedOptimizer
 
 
@@ -131,13 +131,13 @@ class Lora:
         adapter_key, step_key = jax.random.split(rng)
         specs = opt.specs(jax.eval_shape(self.init, model.abstract_params, adapter_key)).params
 
-        def sharding_of_weight(spec: Any, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        def sharding_of_base(spec: Any, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
             spec = spec.base if _is_low_rank(spec) else spec
             spec = spec.codes if isinstance(spec, QuantizedWeight) else spec
-            return NamedSharding(opt.mesh, PartitionSpec(*spec[-leaf.ndim :]))
+            return sharding_of_weight(opt, spec, leaf)
 
         is_weight = lambda node: _is_low_rank(node) or isinstance(node, PartitionSpec)  # noqa: E731
-        shardings = jax.tree.map(sharding_of_weight, specs, model.abstract_params, is_leaf=is_weight)
+        shardings = jax.tree.map(sharding_of_base, specs, model.abstract_params, is_leaf=is_weight)
         weights = model.load_params(shardings, progress=progress)
         return opt.init(jax.jit(self.init)(weights, adapter_key), step_key)
 
@@ -166,7 +166,7 @@ class Lora:
           ModuleNotFoundError: if safetensors is not installed.
           ValueError: if peft has no form for a weight: for example, if a tensor of the model joins several leaves.
         """
-        factors = {path: np.ascontiguousarray(on_host(leaf)) for path, leaf in factors_of(params).items()}
+        factors = {path: np.ascontiguousarray(gather_to_host(leaf)) for path, leaf in factors_of(params).items()}
         if model is None:
             return save_adapters(Path(folder), factors, self._settings(), params)
         modules = modules_of(model, _weights_of(factors))
@@ -328,7 +328,7 @@ def lora(
     alpha = float(rank) if alpha is None else alpha
     check_number("alpha", alpha, positive=True)
     check_number("dropout", dropout, below=1)
-    check_base(base)
+    check_choice("base", base, get_args(Base), "choose 'float', 'int8' or 'nf4'.")
     if dropout and not low_rank_products:
         fix = "set low_rank_products=True if the model uses so.nn.quantized_einsum, or leave dropout out."
         raise ValueError(error_text("dropout acts on the input of A, which a merged weight does not have.", fix=fix))

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardopt.core._errors import error_text, plural
-from shardopt.models._families import FAMILIES
-from shardopt.models._places import Place, places_of
+from shardopt.models._places import Place
 from shardopt.models._pretrained import Pretrained
 from shardopt.nn._low_rank import FACTORS
 
@@ -45,7 +44,7 @@ class Module(NamedTuple):
         return f"{_PREFIX}{self.name}.lora_A.weight", f"{_PREFIX}{self.name}.lora_B.weight"
 
     def in_file(self, factors: Factors) -> dict[str, np.ndarray]:
-        """Return A and B of all blocks as peft stores those of this module: [rank, inputs] and [outputs, rank]."""
+        """Return the A and B of this module as peft stores them: [rank, inputs] and [outputs, rank]."""
         lora_a, lora_b = (factors[f"{self.place.leaf}/{name}"][self.place.numbers] for name in FACTORS)
         matrices = lora_a.reshape(-1, lora_a.shape[-1]).T, lora_b.reshape(lora_b.shape[0], -1).T
         return dict(zip(self.names, map(np.ascontiguousarray, matrices), strict=True))
@@ -64,7 +63,7 @@ def modules_of(model: Pretrained, targets: set[str]) -> list[Module]:
       ValueError: if a leaf is no weight of a linear module, or a module joins several leaves.
     """
     modules, problems, seen = [], [], set()
-    for tensor, places in places_of(model.config, FAMILIES[model.family]).items():
+    for tensor, places in model.places.items():
         if not {place.leaf for place in places} & targets:
             continue
         seen |= {place.leaf for place in places}

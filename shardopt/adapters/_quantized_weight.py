@@ -1,14 +1,12 @@
 """Frozen weights in 8 or 4 bits, which are turned into floats where they are used."""
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
-
-from shardopt.core._errors import error_text
 
 Base = Literal["float", "int8", "nf4"]
 
@@ -56,16 +54,6 @@ class QuantizedWeight:
             values = codes.astype(jnp.float32)
         groups = values.reshape(*self.scales.shape, -1) * self.scales[..., None]
         return groups.reshape(self.shape).astype(self.dtype)
-
-
-def check_base(base: str) -> None:
-    """Refuse an unknown form of frozen weights.
-
-    Raises:
-      ValueError: if it is not "float", "int8" or "nf4".
-    """
-    if base not in get_args(Base):
-        raise ValueError(error_text(f"unknown base {base!r}.", fix="choose 'float', 'int8' or 'nf4'."))
 
 
 def quantize(weight: Array, base: Base) -> Array | QuantizedWeight:

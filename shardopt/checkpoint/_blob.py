@@ -22,6 +22,7 @@ from shardopt.checkpoint._store import Leaf, describe, dtype_of, from_storable, 
 from shardopt.checkpoint._tree import leaves_by_path
 from shardopt.core._errors import CheckpointError, DamagedCheckpointError, calling, error_text, format_error
 from shardopt.core._types import PyTree
+from shardopt.runtime._processes import gather_to_host
 from shardopt.step._optimizer import ShardedOptimizer
 
 _MAGIC, _VERSION = b"shardopt", 1
@@ -52,7 +53,7 @@ def to_bytes(opt: ShardedOptimizer, state: PyTree) -> bytes:
       (64, 32)
     """
     meta = describe_state(state)
-    leaf_bytes = [_raw(on_host(to_storable(leaf))) for leaf in leaves_by_path(state).values()]
+    leaf_bytes = [_raw(gather_to_host(to_storable(leaf))) for leaf in leaves_by_path(state).values()]
     spans, values_length = _spans([len(values) for values in leaf_bytes])
     description = {"strategy": opt.config.strategy, "spans": spans, "state": to_json(meta)}
     header = json.dumps(description).encode()
@@ -122,15 +123,6 @@ def _spans(sizes: list[int]) -> tuple[list[list[int]], int]:
         spans.append([offset, size])
         offset += size + -size % _ALIGN
     return spans, offset
-
-
-def on_host(leaf: jax.Array | np.ndarray) -> np.ndarray:
-    """Return a whole leaf as numpy, gathered from all processes that hold a part of it."""
-    if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
-        from jax.experimental import multihost_utils
-
-        leaf = multihost_utils.process_allgather(leaf, tiled=True)
-    return np.asarray(leaf)
 
 
 def _raw(array: np.ndarray) -> bytes:

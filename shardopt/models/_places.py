@@ -1,15 +1,13 @@
-"""Where each tensor of a family's files lies in the decoder: as a view of the tensor with the dims of a block's leaf."""
+"""The place of each tensor of a family's files in the decoder, as a view of the tensor with the dims of a block's leaf."""
 
 import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from shardopt.core._errors import error_text
-from shardopt.core._types import path_text
 from shardopt.models import decoder
 from shardopt.models._decoder_config import DecoderConfig
 from shardopt.models._families import Family
@@ -51,15 +49,9 @@ class Place(NamedTuple):
         return view.transpose(*range(len(outputs), view.ndim), *range(len(outputs)))
 
 
-def leaf_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Return key path -> shape of each leaf."""
-    shapes = jax.tree_util.tree_leaves_with_path(decoder.shapes_of(config), is_leaf=lambda x: isinstance(x, tuple))
-    return {path_text(path): shape for path, shape in shapes}
-
-
 def places_of(config: DecoderConfig, family: Family) -> dict[str, list[Place]]:
     """Return tensor name -> its places; it has several if the tensor joins leaves."""
-    shapes = leaf_shapes(config)
+    shapes = decoder.leaf_shapes(config)
     places = {name: _join([leaf], (), shapes, family) for name, leaf in family.outer.items() if leaf in shapes}
     for i in range(config.num_layers):
         is_first = i < config.num_first

@@ -24,7 +24,7 @@ from shardopt.models import decoder
 from shardopt.models._decoder_config import DecoderConfig
 from shardopt.models._families import FAMILIES
 from shardopt.models._fields import Fields, check_fields
-from shardopt.models._places import Place, check_tensors, is_ignored, leaf_shapes, places_of, tensor_shape
+from shardopt.models._places import Place, check_tensors, is_ignored, places_of, tensor_shape
 from shardopt.models._tensor_files import Part, Tensor, header_of, read_header
 from shardopt.optimizers import Matrix
 from shardopt.step._optimizer import ShardedOptimizer
@@ -78,19 +78,21 @@ class Pretrained:
         return decoder.frozen if self.config.experts and self.config.experts.choice_bias else ()
 
     @functools.cached_property
-    def _places(self) -> dict[str, list[Place]]:
+    def places(self) -> dict[str, list[Place]]:
+        """Tensor name -> where the tensor lies in the decoder."""
         return places_of(self.config, FAMILIES[self.family])
 
     @functools.cached_property
     def abstract_params(self) -> PyTree:
         """The parameters as `jax.ShapeDtypeStruct`; without a `param_dtype` they have the dtypes of the files."""
         dtypes: dict[str, np.dtype] = {}
-        for name, places in self._places.items():
+        for name, places in self.places.items():
             for place in places:
                 dtype = self.tensors[name].dtype if self.param_dtype is None else np.dtype(self.param_dtype)
                 dtypes[place.leaf] = np.promote_types(dtypes.get(place.leaf, dtype), dtype)
-        tree = jax.tree.structure(decoder.shapes_of(self.config), is_leaf=lambda x: isinstance(x, tuple))
-        leaves = [jax.ShapeDtypeStruct(shape, dtypes[leaf]) for leaf, shape in leaf_shapes(self.config).items()]
+        tree = jax.tree.structure(decoder.shapes_of(self.config), is_leaf=decoder.is_shape)
+        shapes = decoder.leaf_shapes(self.config)
+        leaves = [jax.ShapeDtypeStruct(shape, dtypes[leaf]) for leaf, shape in shapes.items()]
         return jax.tree.unflatten(tree, leaves)
 
     @calling("from_pretrained.load")
@@ -107,10 +109,9 @@ class Pretrained:
 
         Each process reads the bytes of its own shards, one leaf at a time.
         """
-        specs = opt.specs(self.abstract_params).params
         shardings = jax.tree.map(
-            lambda spec, leaf: NamedSharding(opt.mesh, PartitionSpec(*spec[-leaf.ndim :])),
-            specs,
+            lambda spec, leaf: sharding_of_weight(opt, spec, leaf),
+            opt.specs(self.abstract_params).params,
             self.abstract_params,
             is_leaf=lambda x: isinstance(x, PartitionSpec),
         )
@@ -131,7 +132,7 @@ class Pretrained:
             device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
             shardings = jax.tree.map(lambda _: device, self.abstract_params)
         sources: dict[str, list[tuple[Tensor, Place]]] = {}
-        for name, places in self._places.items():
+        for name, places in self.places.items():
             for place in places:
                 sources.setdefault(place.leaf, []).append((self.tensors[name], place))
         paths_and_leaves, num_bytes, arrays = leaves_with_paths(self.abstract_params), 0, []
@@ -174,7 +175,7 @@ class Pretrained:
         """
         leaves = dict(leaves_with_paths(params))
         shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
-        if shapes != (expected := leaf_shapes(self.config)):
+        if shapes != (expected := decoder.leaf_shapes(self.config)):
             different = [path for path in shapes.keys() | expected.keys() if shapes.get(path) != expected.get(path)]
             problems = [f"{path}: {shapes.get(path)}, must be {expected.get(path)}" for path in sorted(different)]
             raise ValueError(error_text("the parameters are not those of the model.", problems))
@@ -183,7 +184,12 @@ class Pretrained:
             hf_config.pop("torch_dtype", None)
             hf_config["dtype"] = np.dtype(dtype).name
         options = {"dtype": dtype, "max_file_bytes": max_file_bytes, "progress": progress}
-        return write_weights(folder, params, self._places, hf_config, source=self.folder, **options)
+        return write_weights(folder, params, self.places, hf_config, source=self.folder, **options)
+
+
+def sharding_of_weight(opt: ShardedOptimizer, spec: PartitionSpec, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+    """Return how a strategy shards a weight, without the dim of replicas that its spec may have in front."""
+    return NamedSharding(opt.mesh, PartitionSpec(*spec[-leaf.ndim :]))
 
 
 def write_weights(

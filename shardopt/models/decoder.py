@@ -3,6 +3,8 @@
 import functools
 import math
 import re
+from collections.abc import Iterable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from jaxtyping import Array, Float
 from shardopt import nn
 from shardopt.core._block_model import BlockModel
 from shardopt.core._block_remat import Remat
-from shardopt.core._types import Weighted, path_text
+from shardopt.core._types import Weighted, leaves_with_paths
 from shardopt.models import _layers as layers
 from shardopt.models._decoder_block import Stream, apply_block, apply_norm, block_shapes
 from shardopt.models._decoder_config import BlockKind, DecoderConfig, Experts
@@ -36,6 +38,8 @@ __all__ = [
     "num_parameters",
     "rules",
 ]
+
+_Entry = TypeVar("_Entry")
 
 _BLOCK_RULES = (
     ("attention/(q|k|v|kv)$", (None, "tensor")),
@@ -71,12 +75,10 @@ def rules(config: DecoderConfig) -> tuple[tuple[str, P], ...]:
       (^|/)blocks/(mlp|shared)/((gate|up)_bias|down)$ ('tensor',)
       (^|/)(embedding|head)$ ('tensor',)
     """
-    shapes = jax.tree_util.tree_leaves_with_path(shapes_of(config), is_leaf=_is_shape)
-    paths = [path_text(path) for path, _ in shapes]
     all_rules = [(f"(^|/)blocks/{pattern}", P(*spec)) for pattern, spec in _BLOCK_RULES]
     all_rules += [(f"(^|/)first_blocks/{pattern}", P(None, *spec)) for pattern, spec in _BLOCK_RULES]
     all_rules.append(("(^|/)(embedding|head)$", P("tensor")))
-    return tuple(rule for rule in all_rules if any(re.search(rule[0], path) for path in paths))
+    return _that_match(config, all_rules)
 
 
 def matrices(config: DecoderConfig) -> tuple[tuple[str, Matrix], ...]:
@@ -88,12 +90,18 @@ def matrices(config: DecoderConfig) -> tuple[tuple[str, Matrix], ...]:
     Returns:
       [(regex, Matrix), ...]; each regex matches a leaf of the model.
     """
-    paths = [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes_of(config), is_leaf=_is_shape)]
-    return tuple(
-        (f"blocks/{pattern}", matrix)
-        for pattern, matrix in _BLOCK_MATRICES
-        if any(re.search(f"blocks/{pattern}", path) for path in paths)
-    )
+    return _that_match(config, [(f"blocks/{pattern}", matrix) for pattern, matrix in _BLOCK_MATRICES])
+
+
+def _that_match(config: DecoderConfig, entries: Iterable[tuple[str, _Entry]]) -> tuple[tuple[str, _Entry], ...]:
+    """Return the entries (regex, ...) that match a leaf of the model."""
+    paths = leaf_shapes(config)
+    return tuple(entry for entry in entries if any(re.search(entry[0], path) for path in paths))
+
+
+def leaf_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Return key path -> shape of each leaf."""
+    return dict(leaves_with_paths(shapes_of(config), is_leaf=is_shape))
 
 
 def shapes_of(config: DecoderConfig) -> Params:
@@ -138,7 +146,7 @@ def init(config: DecoderConfig, rng: jax.Array) -> Params:
       >>> sum(leaf.size for leaf in jax.tree.leaves(params)) == num_parameters(config)
       True
     """
-    paths_and_shapes, tree = jax.tree_util.tree_flatten_with_path(shapes_of(config), is_leaf=_is_shape)
+    paths_and_shapes, tree = jax.tree_util.tree_flatten_with_path(shapes_of(config), is_leaf=is_shape)
     branch_scale = 0.02 / (2 * config.num_layers) ** 0.5
     special_scales = {"out": branch_scale, "down": branch_scale} | (
         {"embedding": 1 / config.dim} if config.tied else {}
@@ -156,13 +164,14 @@ def init(config: DecoderConfig, rng: jax.Array) -> Params:
     return tree.unflatten(leaves)
 
 
-def _is_shape(x: object) -> bool:
+def is_shape(x: object) -> bool:
+    """Return whether a node of the tree of shapes is a shape."""
     return isinstance(x, tuple)
 
 
 def num_parameters(config: DecoderConfig) -> int:
     """Return the number of parameters."""
-    return sum(map(math.prod, jax.tree.leaves(shapes_of(config), is_leaf=_is_shape)))
+    return sum(map(math.prod, leaf_shapes(config).values()))
 
 
 def model(config: DecoderConfig, *, remat: Remat = None) -> BlockModel:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 
 import jax
+import numpy as np
 
 from shardopt.runtime import _progress as progress
 from shardopt.runtime._compiled import share_compiled_programs
@@ -209,3 +210,12 @@ def _trim() -> Callable[[int], int]:
     with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library, without this function
         return ctypes.CDLL(None).malloc_trim
     return lambda _: 0
+
+
+def gather_to_host(leaf: jax.Array | np.ndarray) -> np.ndarray:
+    """Return a whole leaf as numpy, gathered from all processes that hold a part of it."""
+    if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+        from jax.experimental import multihost_utils
+
+        leaf = multihost_utils.process_allgather(leaf, tiled=True)
+    return np.asarray(leaf)

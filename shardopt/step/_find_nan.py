@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import source_info_util
-from jax.experimental import multihost_utils
 from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -25,6 +24,7 @@ from shardopt.losses._metrics import value_of
 from shardopt.losses._parts import loss_parts
 from shardopt.losses._sums import leaf_wire
 from shardopt.losses._view import Views
+from shardopt.runtime._processes import gather_to_host
 from shardopt.step._batches import as_arrays
 from shardopt.step._inputs import check_batch, check_state, place_batch
 from shardopt.step._optimizer import ShardedOptimizer, check_is_strategy
@@ -139,22 +139,20 @@ def find_nan(opt: ShardedOptimizer, state: TrainState, batch: PyTree) -> NonFini
     layout = make_layout(config, abstract(state.params))
     pieces = _pieces(config, layout, state, batch)
     with jax.debug_nans(False), jax.debug_infs(False), jax.set_mesh(None), jax.default_device(jax.local_devices()[0]):
-        search = _Search(config, layout, jax.tree.map(_whole, state.params), jax.tree.map(_whole, batch))
+        search = _Search(config, layout, jax.tree.map(_values, state.params), jax.tree.map(_values, batch))
         for rows, key in pieces:
             if (finding := search.of_piece(rows, key)) is not None:
                 return finding
     return None
 
 
-def _whole(leaf: PyTree) -> PyTree:
+def _values(leaf: PyTree) -> PyTree:
     """Return all values of a leaf on the host; a random key stays an array of keys."""
     if not isinstance(leaf, jax.Array):
         return leaf
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(_whole(jax.random.key_data(leaf)), impl=str(jax.random.key_impl(leaf)))
-    if leaf.is_fully_addressable:
-        return np.asarray(leaf)
-    return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
+        return jax.random.wrap_key_data(_values(jax.random.key_data(leaf)), impl=str(jax.random.key_impl(leaf)))
+    return gather_to_host(leaf)
 
 
 def _pieces(
@@ -166,9 +164,9 @@ def _pieces(
         return
     per_device = Views(config, training=True).of(layout, place_batch(config, batch)) == "per_device"
     shares, count = config.axes.num_row_shares, config.loss.micro_batches
-    whole = len(row_counts(config, batch)) != 1 or num_rows(config, batch) % (shares * count)
-    rows = None if whole else np.arange(num_rows(config, batch)).reshape(shares, count, -1)
-    step, rng = _whole(state.step), _whole(state.rng)
+    cannot_cut = len(row_counts(config, batch)) != 1 or num_rows(config, batch) % (shares * count)
+    rows = None if cannot_cut else np.arange(num_rows(config, batch)).reshape(shares, count, -1)
+    step, rng = _values(state.step), _values(state.rng)
     for m in range(1 if rows is None else count):
         for d in range(shares if per_device else 1):
             key = step_key(config, step, rng, m, device=d * config.axes.num_position_shares)
@@ -212,8 +210,8 @@ class _Search:
         if len(row_counts(self.config, batch)) == 1:
             numbers = np.arange(num_rows(self.config, batch))
 
-            def is_bad(some: np.ndarray) -> bool:
-                filled = self.select(batch, np.resize(some, numbers.size))
+            def is_bad(suspects: np.ndarray) -> bool:
+                filled = self.select(batch, np.resize(suspects, numbers.size))
                 forward, backward = jax.device_get(program(leaves, filled, key))
                 return bool(forward) or (not bad_forward and any(backward))
 
@@ -296,16 +294,12 @@ class _Search:
     def value_and_gradients(
         self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None
     ) -> tuple[PyTree, list[jax.Array]]:
-        plans = self.layout.plans
-
         def loss(trained):
-            remaining = iter(trained)
-            merged = [next(remaining) if plan.trainable else x for x, plan in zip(leaves, plans, strict=True)]
+            merged = self.layout.treedef.flatten_up_to(self.layout.merge(leaves, trained))
             value, updates = self.loss_of(merged, batch, key)
             return value, (value, updates)
 
-        trained = [x for x, plan in zip(leaves, plans, strict=True) if plan.trainable]
-        gradients, values = jax.grad(loss, has_aux=True)(trained)
+        gradients, values = jax.grad(loss, has_aux=True)(self.layout.trained_leaves(leaves))
         return values, gradients
 
     def flags(self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None) -> tuple[jax.Array, list[jax.Array]]:
@@ -319,11 +313,11 @@ def _smallest_parts(is_bad: Callable[[np.ndarray], bool], rows: np.ndarray) -> l
     """Return up to `_MOST_ROWS` rows that are bad alone, by halving; `rows` together are bad."""
     if rows.size == 1:
         return [int(rows[0])]
-    found: list[int] = []
+    bad_rows: list[int] = []
     for half in np.array_split(rows, 2):
-        if len(found) < _MOST_ROWS and is_bad(half):
-            found += _smallest_parts(is_bad, half)
-    return found[:_MOST_ROWS]
+        if len(bad_rows) < _MOST_ROWS and is_bad(half):
+            bad_rows += _smallest_parts(is_bad, half)
+    return bad_rows[:_MOST_ROWS]
 
 
 _LIBRARIES = (str(Path(jax.__file__).parent), str(Path(__file__).parents[1]))
