@@ -3,6 +3,7 @@
 Suffixes: B sequences, T positions, D width, H heads.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,6 +13,10 @@ from jaxtyping import Array, Float, Int
 
 from shardopt import nn
 from shardopt.models._layers import places, rms_norm, rotate
+from shardopt.nn._low_rank import Weight
+
+_product = functools.partial(nn.quantized_einsum, precision=None)
+"""The product with a weight, which may have an adapter."""
 
 
 class Latent(NamedTuple):
@@ -45,7 +50,7 @@ class Latent(NamedTuple):
 
 
 def latent_attention(
-    weights: dict[str, Array],
+    weights: dict[str, Weight],
     x: Float[Array, "B T D"],
     latent: Latent,
     *,
@@ -80,22 +85,22 @@ def latent_attention(
     rotate_keys = lambda x: rotate(x, token_positions, rope_base)  # noqa: E731
     qkv = checkpoint_name(latent_qkv(weights, x, latent, rotate_keys, epsilon), "qkv")
     mixed = nn.attention(*qkv, segment_ids=segment_ids, positions=order)
-    return checkpoint_name(jnp.einsum("bthk,hkd->btd", mixed, weights["out"]), "attention_out")
+    return checkpoint_name(_product("bthk,hkd->btd", mixed, weights["out"]), "attention_out")
 
 
 def latent_qkv(
-    weights: dict[str, Array],
+    weights: dict[str, Weight],
     x: Float[Array, "B T D"],
     latent: Latent,
     rotate_dims: Callable[[Array], Array],
     epsilon: float = 1e-6,
 ) -> tuple[Array, Array, Array]:
     """Return queries and keys [B, T, H, nope + rope] and values [B, T, H, value]; `rotate_dims` rotates [B, T, ?, rope]."""
-    narrow = rms_norm(jnp.einsum("btd,dq->btq", x, weights["q_down"]), weights["q_norm"], epsilon)
-    query, rotary_query = jnp.split(jnp.einsum("btq,qhk->bthk", narrow, weights["q"]), [latent.nope], axis=-1)
+    narrow = rms_norm(_product("btd,dq->btq", x, weights["q_down"]), weights["q_norm"], epsilon)
+    query, rotary_query = jnp.split(_product("btq,qhk->bthk", narrow, weights["q"]), [latent.nope], axis=-1)
     query = jnp.concatenate([query, rotate_dims(rotary_query)], axis=-1)
-    narrow, rotary_key = jnp.split(jnp.einsum("btd,dk->btk", x, weights["kv_down"]), [latent.key], axis=-1)
+    narrow, rotary_key = jnp.split(_product("btd,dk->btk", x, weights["kv_down"]), [latent.key], axis=-1)
     narrow = rms_norm(narrow, weights["kv_norm"], epsilon)
-    key, value = jnp.split(jnp.einsum("btr,rhk->bthk", narrow, weights["kv"]), [latent.nope], axis=-1)
+    key, value = jnp.split(_product("btr,rhk->bthk", narrow, weights["kv"]), [latent.nope], axis=-1)
     rotary_key = rotate_dims(rotary_key[:, :, None])
     return query, jnp.concatenate([key, jnp.broadcast_to(rotary_key, (*key.shape[:3], latent.rope))], axis=-1), value

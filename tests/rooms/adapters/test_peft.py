@@ -102,6 +102,28 @@ def test_a_state_starts_from_the_shards_of_an_open_model(base, opened, mesh_of):
     assert (gate if base == "float" else gate.codes).sharding.spec == P(None, "data", "tensor")
 
 
+def test_latent_attention_and_experts_take_low_rank_products(tmp_path):
+    config, shapes, _ = oracle.read_case("deepseek_v3")
+    model = from_pretrained(oracle.write_folder(tmp_path / "base", config, shapes))
+    losses = []
+    for low_rank_products in (False, True):
+        adapted = lora(
+            model.model,
+            rank=2,
+            targets=["attention/(q|kv|q_down|kv_down|out)$", "experts/", "shared/"],
+            matrices=model.matrices,
+            low_rank_products=low_rank_products,
+        )
+        params = adapted.init(model.load_params(progress=False), jax.random.key(0))
+        params = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: leaf + 0.1 if "lora_b" in str(path[-1]) else leaf, params
+        )
+        losses.append(float(jax.jit(adapted.model.loss_fn)(params, {"tokens": oracle.TOKENS.astype(np.int32)})))
+    without = jax.jit(model.model.loss_fn)(adapted.without_adapters(params), {"tokens": oracle.TOKENS.astype(np.int32)})
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert abs(losses[0] - float(without)) > 1e-2
+
+
 @pytest.mark.slow
 def test_peft_loads_our_files(opened, tmp_path):
     pytest.importorskip("peft", reason="needs the extra oracle and peft")
