@@ -46,7 +46,7 @@ class LeafWire(NamedTuple):
         return self._replace(dim=dim, tensor=PartitionSpec(*[None] * num_dims, *self.tensor))
 
     def scattered(self, x: jax.Array) -> jax.Array:
-        """Return a local gradient in the dtype in which it is sent."""
+        """Return a local gradient, cast to the dtype that is sent."""
         return x if self.dim is None or self.scatter_dtype is None else x.astype(self.scatter_dtype)
 
     def sends_bits(self, x: jax.Array) -> bool:

@@ -1,1 +1,1 @@
-"""What a strategy is asked for: its options, its mesh, its optimizer and the layout of its state, checked."""
+"""The request to a strategy, checked: its options, its mesh, its optimizer and the layout of its state."""

@@ -54,7 +54,7 @@ class Audit(NamedTuple):
       collectives: the collectives in program order, without collectives whose groups have a single member.
       mesh_shape: mesh axis to size.
       name: name of the compiled module.
-      unread: names of the instructions that start work on a TPU's SparseCore in which no collective was found. Their
+      unread: names of the instructions that start work on a TPU's SparseCore, if no collective was found in this work. Their
         traffic is unknown, and no sum contains it.
     """
 

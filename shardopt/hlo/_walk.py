@@ -158,7 +158,7 @@ _TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 def callees(instruction: Instruction) -> list[str]:
     """Return the computations that it calls, without the scalar `to_apply` of collectives and reductions.
 
-    What a TPU's SparseCore computes is `to_apply` of a `call-start` (libtpu 0.0.42 and 0.0.50), or among the
+    The computation of a TPU's SparseCore is `to_apply` of a `call-start` (libtpu 0.0.42 and 0.0.50), or among the
     `called_computations` of a `custom-call-start` (0.0.52).
     """
     opcode = instruction.opcode

@@ -102,7 +102,7 @@ class Cut(NamedTuple):
 
     @property
     def unit(self) -> str:
-        """The name of what is cut."""
+        """The name of the entries that are cut."""
         return "positions" if self.positions else "rows"
 
     def lengths(self, leaves: Sequence[Any]) -> list[int]:

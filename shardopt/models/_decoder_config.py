@@ -1,4 +1,4 @@
-"""The description of a decoder: sizes, and the choices in which open models differ."""
+"""The description of a decoder: sizes, and the choices that differ between open models."""
 
 import dataclasses
 from collections.abc import Callable

@@ -26,7 +26,7 @@ class Family(NamedTuple):
     Attributes:
       architecture: the class in transformers.
       defaults: config.json's fields that may be absent, with transformers' defaults.
-      read: returns the fields of `DecoderConfig` from those of a config.json.
+      read: returns the fields of `DecoderConfig` for a config.json.
       outer: tensor name -> leaf outside of blocks.
       block: tensor name after the prefix of a block -> leaf of a block, or several leaves that the tensor joins. "{e}" is the
         number of an expert.

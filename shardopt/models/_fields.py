@@ -208,11 +208,13 @@ def _llama3(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
 def _yarn(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
     length, factor = _length(scaling, fields), scaling.pop("factor", None)
     factor = float(factor or fields["max_position_embeddings"] / length)
-    one, all_dims = scaling.pop("mscale", None), scaling.pop("mscale_all_dim", None)
+    scale, scale_of_all = scaling.pop("mscale", None), scaling.pop("mscale_all_dim", None)
     attention_factor = scaling.pop("attention_factor", None)
     if attention_factor is None:
         attention_factor = (
-            yarn_scale(factor, one) / yarn_scale(factor, all_dims) if one and all_dims else yarn_scale(factor, 1)
+            yarn_scale(factor, scale) / yarn_scale(factor, scale_of_all)
+            if scale and scale_of_all
+            else yarn_scale(factor, 1)
         )
     slow, fast = float(scaling.pop("beta_slow", None) or 1), float(scaling.pop("beta_fast", None) or 32)
     numbers = {"factor": factor, "length": length, "slow": slow, "fast": fast}

@@ -34,7 +34,7 @@ class KVCache(NamedTuple):
 
 
 def cast(tree: Tree, dtype: DTypeLike | None) -> Tree:
-    """Return weights in the dtype in which a model computes; None keeps the dtype of each weight. Keys stay as they are."""
+    """Return weights in the dtype of a model's products; None keeps the dtype of each weight. Keys stay as they are."""
 
     def cast_leaf(leaf: Array) -> Array:
         return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf

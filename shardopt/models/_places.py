@@ -84,7 +84,7 @@ def tensor_shape(places: Iterable[Place]) -> tuple[int, ...]:
 
 
 def check_tensors(folder: object, shapes: Mapping[str, tuple[int, ...]], places: Mapping[str, list[Place]]) -> None:
-    """Refuse files whose tensors are not those of the decoder.
+    """Refuse files that have other tensors than the decoder.
 
     Raises:
       ValueError: if a tensor is missing, unexpected or of another shape.

@@ -38,7 +38,7 @@ Bounds = tuple[tuple[int, int], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Pretrained:
-    """A folder of open weights, of which only config.json and the headers of the files were read.
+    """A folder of open weights. Only its config.json and the headers of its files were read.
 
     Attributes:
       folder: the folder.
@@ -203,7 +203,7 @@ def write_weights(
     max_file_bytes: int = 5 * 10**9,
     progress: bool = False,
 ) -> Path:
-    """Write parameters of the decoder as a folder; the arguments are those of `Pretrained.save`.
+    """Write parameters of the decoder as a folder, as `Pretrained.save` does.
 
     Args:
       folder: a new or empty folder.

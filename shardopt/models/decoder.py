@@ -125,7 +125,7 @@ def shapes_of(config: DecoderConfig) -> Params:
 
 
 def init(config: DecoderConfig, rng: jax.Array) -> Params:
-    """Return random parameters, drawn like those of the GPT.
+    """Return random parameters; the GPT draws its parameters alike.
 
     Args:
       config: the description of the model, with L blocks of width D.

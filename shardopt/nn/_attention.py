@@ -75,10 +75,11 @@ def attention(
 
     Raises:
       TypeError: if positions are not integers.
-      ValueError: if H is not a multiple of G; if V is above K; if softcap is not positive; if sinks have another shape, or
-        come with positions or a context axis; if a tensor axis does not divide G; if G (of one tensor shard)
-        and C have no common divisor for "all_to_all"; if `window` is given without `causal` or is below 1; if positions have
-        another shape; if a kernel is asked for that cannot be used; if `implementation` or `method` is unknown.
+      ValueError: if shapes do not fit: H is no multiple of G, V is above K, or sinks or positions have another shape.
+      ValueError: if the mesh does not fit: a tensor axis does not divide G, or for "all_to_all" G (of one tensor shard) and C
+        have no common divisor.
+      ValueError: if an option is out of range or unknown, or does not go with another: `window` without `causal`, sinks with
+        positions or a context axis, or a kernel that cannot be used.
 
     Example:
       >>> import jax, jax.numpy as jnp

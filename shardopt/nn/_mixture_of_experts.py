@@ -87,9 +87,10 @@ def mixture_of_experts(
 
     Raises:
       TypeError: if top_k or chunk is not an integer, or weights have another dtype than x.
-      ValueError: if a shape does not fit; if top_k is above the number of open experts; if `groups` does not divide E; if the
-        score is unknown; if a number is not positive; if weights have neither E nor E/X experts; if `capacity_factor` is used
-        over a context axis, which splits rows.
+      ValueError: if a shape does not fit, or weights have neither E nor E/X experts.
+      ValueError: if a number is not positive, top_k is above the number of open experts, `groups` does not divide E, or the
+        score is unknown.
+      ValueError: if `capacity_factor` is used over a context axis, which splits rows.
 
     Example:
       >>> import jax, jax.numpy as jnp, shardopt as so

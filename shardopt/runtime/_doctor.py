@@ -34,7 +34,7 @@ class KnownError(NamedTuple):
 
     Attributes:
       issue: the upstream number, such as "openxla/xla 49143".
-      effect: what goes wrong, and for which programs.
+      effect: the wrong result, and the programs that may have it.
       remedy: what to do.
       occurs: whether the program that was given has the pattern; None if no program was given.
     """

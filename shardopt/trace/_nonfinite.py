@@ -89,7 +89,7 @@ def first_origin(closed: ClosedJaxpr, args: Sequence[jax.Array], num_leaves: int
 
 
 def _preference(origin: Origin) -> tuple[bool, bool, int]:
-    """Return a key that is smallest for the origin to follow: what was made before constants, NaN before infinities, the first."""
+    """Return a key that is smallest for the origin to follow: values that an operation made before constants, NaN before infinities, then the first."""
     return not origin.is_made, not origin.is_nan, origin.order
 
 
@@ -126,7 +126,7 @@ class _Evaluation:
         return list(map(read, opened.outvars))
 
     def equation(self, jaxpr: Jaxpr, index: int, operands: list[Value], turns: Turns) -> list[Value]:
-        """Return the results of an equation; if they are not finite, open what it calls."""
+        """Return the results of an equation; if they are not finite, open the functions that it calls."""
         eqn = jaxpr.eqns[index]
         self.count += 1
         variables = {var: x.array for var, x in zip(eqn.invars, operands, strict=True) if not isinstance(var, Literal)}
@@ -147,7 +147,7 @@ class _Evaluation:
         return leaf, read
 
     def origin(self, eqn: JaxprEqn, is_nan: bool, operands: Sequence[Value], turns: Turns, leaf: int | None) -> Origin:
-        """Return the origin of a result that is not finite: that of an operand, or this operation."""
+        """Return the origin of a result that is not finite: the origin of an operand, or this operation."""
         origins = sorted((x.origin for x in operands if x.origin is not None), key=_preference)
         passed = [origin for origin in origins if origin.is_nan or not is_nan]
         if passed and (passed[0].is_made or eqn.primitive.name in MOVES):

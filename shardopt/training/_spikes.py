@@ -89,7 +89,7 @@ def spikes_of(
     on_spike: str | None,
     checkpoints: Checkpoints | None,
 ) -> Spikes | None:
-    """Check the last three arguments, which are those of `fit`; return the search for spikes, or None if the run never goes back.
+    """Check three arguments of `fit`; return the search for spikes, or None if the run never goes back.
 
     Raises:
       ValueError: if an argument has another value, or the optimizer or the checkpoints cannot do what it asks for.

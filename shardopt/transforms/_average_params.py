@@ -54,7 +54,7 @@ def average_params(
       >>> float(params), round(float(state[1].average), 4)  # (0.5 * 2 + 1 * 1) / 1.5
       (1.0, 1.3333)
 
-    **Equivalence**: in every strategy the average is that of one device. With local updates each replica averages its own
+    **Equivalence**: in every strategy the average equals the average of one device. With local updates each replica averages its own
     parameters, and the average that is read is the mean over the replicas.
 
     **Placement**: one copy of the trained parameters, in fp32 at least, sharded as the strategy shards optimizer state: as

@@ -58,8 +58,8 @@ def measure_same_bits(computation: Callable[[jax.Array], jax.Array], devices: De
     body = lambda x: computation(x)[None]  # noqa: E731
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(_AXIS), check_vma=False))
     checksums = agree(np.stack([_checksums(program(replicated), devices) for _ in range(2)]))
-    most, _ = Counter(checksums.ravel().tolist()).most_common(1)[0]
-    differing = [device for device, column in zip(devices, checksums.T, strict=True) if np.any(column != most)]
+    common, _ = Counter(checksums.ravel().tolist()).most_common(1)[0]
+    differing = [device for device, column in zip(devices, checksums.T, strict=True) if np.any(column != common)]
     detail = f"{len(devices) - len(differing)} of {len(devices)} devices agree"
     detail += f"; different: {device_names(differing)}" if differing else ""
     return Measurement(not differing, detail, {"different": [device.id for device in differing]})

@@ -154,9 +154,9 @@ def measure_kernel(kernel: Kernel, devices: Devices) -> Measurement:
     worst = int(np.argmax(differences))
     passed = bool(differences[worst] <= allowed)
     interpreted = ", interpreted" if kernel.name.startswith("splash") and platform != "tpu" else ""
-    where = "" if passed else f", in {names[worst]}"
+    place = "" if passed else f", in {names[worst]}"
     numbers = {"differences": dict(zip(names, differences.tolist(), strict=True)), "tolerance": allowed}
-    return Measurement(passed, f"{differences[worst]:.1e} of {allowed:.1e}{where}{interpreted}", numbers)
+    return Measurement(passed, f"{differences[worst]:.1e} of {allowed:.1e}{place}{interpreted}", numbers)
 
 
 def _with_gradients(function: Callable[..., jax.Array], arrays: list) -> list[np.ndarray]:
