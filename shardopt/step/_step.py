@@ -17,8 +17,9 @@ from shardopt.losses._parts import Gradients
 from shardopt.step._aliases import DonatedState
 from shardopt.step._compile import make_program
 from shardopt.step._gradients import make_gradients, make_loss
+from shardopt.step._norms import norms_of
 from shardopt.step._optimizer import Metrics
-from shardopt.step._update import all_gather_params, apply_update, gradient_norm
+from shardopt.step._update import Change, all_gather_params, apply_update, gradient_norm
 
 
 class Program(Protocol):
@@ -45,6 +46,7 @@ class CompiledStep(NamedTuple):
       step: `(state, batch) -> (state, metrics)`, donating the state; metrics may still have a kind.
       evaluate: `(params, batch) -> metrics`.
       synchronize: `state -> state`, all copies of it equal.
+      step_with_norms: `(state, batch) -> (state, metrics, norms)`, a program of its own; None if replicas train apart.
     """
 
     layout: Layout
@@ -55,6 +57,7 @@ class CompiledStep(NamedTuple):
     step: Program
     evaluate: Program
     synchronize: Callable[[TrainState], TrainState]
+    step_with_norms: Program | None = None
 
 
 def compile_step(config: StrategyConfig, layout: Layout) -> CompiledStep:
@@ -64,29 +67,39 @@ def compile_step(config: StrategyConfig, layout: Layout) -> CompiledStep:
     def value_fn(state: TrainState, batch: PyTree) -> Callable[[PyTree], jax.Array]:
         return lambda params: loss(params, batch, state.step, state.rng)[0]
 
-    def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array | Metric]]:
+    def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array | Metric], Change]:
         opt_state, reducer_state = _split_opt_state(config, layout, state.opt_state)
         # This phase all-gathers the parameters where the loss reads them, differentiates, and reduces the gradients.
         gradients = differentiate(state.params, batch, state.step, state.rng, reducer_state)
-        params, opt_state = apply_update(config, layout, state.params, opt_state, gradients, value_fn(state, batch))
+        params, opt_state, change = apply_update(
+            config, layout, state.params, opt_state, gradients, value_fn(state, batch)
+        )
         params = all_gather_params(config, layout, params)
         opt_state = _join_opt_state(config, layout, opt_state, gradients.reducer)
-        return TrainState(state.step + 1, params, opt_state, state.rng), metrics_of(config, layout, gradients)
+        return TrainState(state.step + 1, params, opt_state, state.rng), metrics_of(config, layout, gradients), change
 
     out_shardings, in_shardings = (
         on_host(config.update.offload, layout.abstract, state_shardings)
         for state_shardings in (config.home.shardings(layout.specs), shardings(config.mesh, layout.specs))
     )
-    replicated = config.home.shardings(PartitionSpec())
+    replicated, donated = config.home.shardings(PartitionSpec()), DonatedState(config.mesh)
+
+    def program(returned: Callable[..., PyTree], num_results: int) -> Program:
+        @functools.wraps(step)
+        def run(state: TrainState, batch: PyTree) -> PyTree:
+            return returned(*step(state, batch))
+
+        results = (out_shardings, *[replicated] * (num_results - 1))
+        return make_program(config, run, (in_shardings, None), results, donated=donated)
+
     return CompiledStep(
         layout=layout,
         abstract=layout.abstract,
         specs=config.home.specs(layout.specs),
         shardings=out_shardings,
         init_opt_state=functools.partial(init_opt_state, config, layout),
-        step=make_program(
-            config, step, (in_shardings, None), (out_shardings, replicated), donated=DonatedState(config.mesh)
-        ),
+        step=program(lambda state, metrics, _: (state, metrics), 2),
+        step_with_norms=program(lambda *results: (*results[:2], norms_of(config, layout, results[2])), 3),
         evaluate=compile_evaluate(config, layout),
         synchronize=jax.block_until_ready,
     )
