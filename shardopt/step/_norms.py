@@ -47,13 +47,13 @@ class Norms:
         return self._by_path(2)
 
     def metrics(self) -> dict[str, float]:
-        """Return the norms as metrics for a log: "gradient_norm/PATH", "gradient_norm/PATH/LAYER", and so on."""
+        """Return the norms as metrics for a log: "gradient_norm/PATH", "gradient_norm/PATH/layer_0", and so on."""
         named = {"gradient_norm": self.gradients, "update_norm": self.updates, "param_norm": self.params}
         return {
             f"{kind}/{path}{suffix}": float(norm)
             for kind, norms in named.items()
             for path, of_leaf in norms.items()
-            for suffix, norm in ([("", of_leaf)] if not of_leaf.ndim else [(f"/{i}", x) for i, x in enumerate(of_leaf)])
+            for suffix, norm in ([("", of_leaf)] if not of_leaf.ndim else [(f"/layer_{i}", x) for i, x in enumerate(of_leaf)])
         }
 
     def _by_path(self, row: int) -> dict[str, np.ndarray]:
