@@ -53,7 +53,9 @@ class Norms:
             f"{kind}/{path}{suffix}": float(norm)
             for kind, norms in named.items()
             for path, of_leaf in norms.items()
-            for suffix, norm in ([("", of_leaf)] if not of_leaf.ndim else [(f"/layer_{i}", x) for i, x in enumerate(of_leaf)])
+            for suffix, norm in (
+                [("", of_leaf)] if not of_leaf.ndim else [(f"/layer_{i}", x) for i, x in enumerate(of_leaf)]
+            )
         }
 
     def _by_path(self, row: int) -> dict[str, np.ndarray]:
