@@ -269,7 +269,7 @@ def _unmatched(
             if op not in instructions
         ),
         *(
-            f"{op}: a {kind} in the program, not in the profile"
+            f"{op}: {kind} of the program, not in the profile"
             for op, (kind, _) in collectives.items()
             if op not in operations
         ),
@@ -278,7 +278,7 @@ def _unmatched(
 
 
 def _cells(predicted: float | None, measured: float | None, calls: float) -> tuple[str, str, str, str]:
-    text = lambda seconds: "-" if seconds is None else f"{seconds * 1e3:.3f}"  # noqa: E731
+    text = lambda seconds: "-" if seconds is None else f"{seconds * 1e3:.4g}"  # noqa: E731
     ratio = f"{measured / predicted:.2f}" if predicted and measured is not None else "-"
     return text(predicted), text(measured), ratio, f"{calls:g}"
 

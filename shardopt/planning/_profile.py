@@ -2,6 +2,7 @@
 
 import bisect
 import re
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,14 +65,17 @@ def read_profile(path: str | Path) -> dict[str, ProfiledProgram]:
     calls: Counter[tuple[str, str]] = Counter()
     runs: dict[tuple[str, str], set[object]] = defaultdict(set)
     num_steps = 0
-    for file in files:
-        profile = jax.profiler.ProfileData.from_file(str(file))
-        num_steps = max(num_steps, _annotated_steps(profile))
-        for event in _events(profile, file.name):
-            key = event.module, event.name
-            seconds[key] += event.nanoseconds / 1e9
-            calls[key] += 1
-            runs[key].add((event.device, event.run))
+    with warnings.catch_warnings():
+        # the reader of jax 0.12 warns when Python 3.12 makes its types, and ends the process if warnings are errors
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for file in files:
+            profile = jax.profiler.ProfileData.from_file(str(file))
+            num_steps = max(num_steps, _annotated_steps(profile))
+            for event in _events(profile, file.name):
+                key = event.module, event.name
+                seconds[key] += event.nanoseconds / 1e9
+                calls[key] += 1
+                runs[key].add((event.device, event.run))
     programs: dict[str, dict[str, Measured]] = defaultdict(dict)
     for module, name in seconds:
         key = module, name
