@@ -101,9 +101,9 @@ def places(length: int, positions: Int[Array, "B T"] | None, order: Int[Array, "
     return nn.positions(length) if explicit_positions is None else explicit_positions
 
 
-def visible(queries: Int[Array, "*B T"], length: int, window: Int[Array, ""] | int) -> Bool[Array, "*B T S"]:
+def visible(queries: Int[Array, "B T"], length: int, window: Int[Array, ""] | int) -> Bool[Array, "B T S"]:
     """Return which of the first `length` positions the queries at these positions see, the last `window` of them."""
-    distance = queries[..., None] - jnp.arange(length)
+    distance = queries[:, :, None] - jnp.arange(length)[None, None]
     return (distance >= 0) & (distance < window)
 
 

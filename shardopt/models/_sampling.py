@@ -105,8 +105,8 @@ def advance(
     stream = decoder.embed_tokens(config, params, Inputs(tokens, tokens, None, None, positions, None))
     new_caches = {}
     run_block = lambda stream, block: apply_cached_block(config, block[0], stream, block[1], start)  # noqa: E731
-    for group, cache in caches.items():
-        stream, new_caches[group] = jax.lax.scan(run_block, stream, (params[group], cache))
+    for group in ("first_blocks", "blocks") if config.num_first else ("blocks",):
+        stream, new_caches[group] = jax.lax.scan(run_block, stream, (params[group], caches[group]))
     return decoder.last_logits(config, params, stream.x), new_caches
 
 
