@@ -13,9 +13,7 @@ from shardopt.planning._recovery import CAUSES, Recovery
 
 
 @calling("simulate_failures")
-def simulate_failures(
-    failures: Failures, recovery: Recovery, *, num_failures: int = 1000, seed: int = 0
-) -> Recovery:
+def simulate_failures(failures: Failures, recovery: Recovery, *, num_failures: int = 1000, seed: int = 0) -> Recovery:
     """Play a job with random failures in virtual time, and return its goodput and the lost time by cause.
 
     Args:

@@ -1,6 +1,6 @@
 """What fails and what a recovery costs: the inputs of `plan_recovery` and of `so.plan(failures=...)`."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from shardopt.core._arguments import check_count, check_number
 from shardopt.core._errors import calling, error_text
@@ -63,13 +63,3 @@ class Failures:
                 raise TypeError(error_text(problem, fix="pass for example islands=(1, 2, 4)."))
             for count in self.islands:
                 check_count("islands", count)
-
-    def __str__(self) -> str:
-        """Return the attributes that differ from their defaults."""
-        values = [(field.name, getattr(self, field.name)) for field in fields(self)]
-        changed = [
-            f"{name}={value!r}"
-            for (name, value), field in zip(values, fields(self), strict=True)
-            if value != field.default
-        ]
-        return f"Failures({', '.join(changed)})"

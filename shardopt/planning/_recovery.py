@@ -8,7 +8,7 @@ from shardopt.core._arguments import check_count, check_number
 from shardopt.core._errors import calling, error_text, plural
 from shardopt.planning._failures import Failures
 
-CAUSES = ("checkpoint", "snapshot", "redone", "detect", "restart", "replace", "stall", "spares")
+CAUSES: tuple[str, ...] = ("checkpoint", "snapshot", "redone", "detect", "restart", "replace", "stall", "spares")
 """The causes of lost time, in the order of `Recovery.lost`."""
 
 
@@ -65,7 +65,7 @@ class Recovery(NamedTuple):
     def to_json(self) -> dict[str, object]:
         """Return the recovery as a dict of plain numbers."""
         steps = {"save_steps": self.save_steps, "snapshot_steps": self.snapshot_steps}
-        return self._asdict() | {"lost": dict(self.lost)} | steps
+        return {**self._asdict(), "lost": dict(self.lost), **steps}
 
     def __str__(self) -> str:
         chips = plural(self.chips, "chip")
@@ -140,7 +140,11 @@ def plan_recovery(
       the optimum checkpoint interval for restart dumps", 2006.
     """
     check_count("chips", chips)
-    for name, seconds in (("step_seconds", step_seconds), ("save_every", save_every), ("snapshot_every", snapshot_every)):
+    for name, seconds in (
+        ("step_seconds", step_seconds),
+        ("save_every", save_every),
+        ("snapshot_every", snapshot_every),
+    ):
         if seconds is not None:
             check_number(name, seconds, positive=True)
     if spares is not None:
@@ -214,9 +218,7 @@ def _wide(failures: Failures, islands: int, has_snapshots: bool) -> float:
     return failures.wide if islands > 1 or has_snapshots else 1.0
 
 
-def _periods(
-    failures: Failures, chips: int, islands: int, fixed: _Periods, step_seconds: float | None
-) -> _Periods:
+def _periods(failures: Failures, chips: int, islands: int, fixed: _Periods, step_seconds: float | None) -> _Periods:
     """Return the best periods of copies, in whole steps, or the given ones."""
     has_snapshots = islands == 1 and failures.snapshot is not None
     rate, wide = chips / failures.mtbf, _wide(failures, islands, has_snapshots)
@@ -245,9 +247,7 @@ class _Narrow(NamedTuple):
     failures: float
 
 
-def _narrow(
-    failures: Failures, rate: float, wide: float, islands: int, snapshot_every: float | None
-) -> _Narrow:
+def _narrow(failures: Failures, rate: float, wide: float, islands: int, snapshot_every: float | None) -> _Narrow:
     island_rate = (1 - wide) * rate / islands
     if islands > 1:
         period, wait = failures.exchange, 0.0
@@ -290,15 +290,19 @@ def predict(
     run, wide_failures = _attempts(one_try, wide * rate)
     narrow_failures = narrow.failures * work * run / one_try
     own_failures = narrow_failures + wide_failures
-    noticed = failures.detect + failures.restart
-    replaced = 1.0  # the probability that a failure waits for a new host
-    for _ in range(50):  # a fixed point: fewer waits, more failures a day, more hosts away
-        down = noticed + failures.replace * replaced
+
+    def times(replaced: float) -> tuple[float, float, float]:
+        """Return the stall, all seconds, and the seconds between failures, if a share of failures finds no spare."""
+        down = failures.detect + failures.restart + failures.replace * replaced
         others_up = run / (run + narrow_failures * max(down - failures.stall, 0.0))
         stall = failures.stall * (islands - 1) * narrow_failures * others_up
         total = run + stall + own_failures * down
-        interval = total / (islands * narrow_failures + wide_failures)
-        replaced = _erlang_b(spares, _load(failures, islands, spares, interval, down))
+        return stall, total, total / (islands * narrow_failures + wide_failures)
+
+    replaced = 1.0
+    for _ in range(50):  # a fixed point: fewer waits, more failures a day, more hosts away
+        replaced = _erlang_b(spares, _load(failures, islands, spares, times(replaced)[2], replaced))
+    stall, total, interval = times(replaced)
     share = chips / (chips + spares * failures.host_chips)
     seconds = {
         "checkpoint": checkpoint,
@@ -323,15 +327,17 @@ def predict(
     )
 
 
-def _load(failures: Failures, islands: int, spares: int, interval: float, down: float) -> float:
+def _load(failures: Failures, islands: int, spares: int, interval: float, replaced: float) -> float:
     """Return how many new hosts are on the way on average.
 
-    A synchronous job has no further failures while it is down, which each of the failures that use up its spares makes
-    it. So the time in which the next failure finds no spare is that much shorter.
+    A synchronous job that is down does not fail again. Each failure that uses up a spare makes it wait for `noticed`
+    seconds, so the time in which another failure finds no spare is that much shorter.
     """
     if islands > 1:
         return failures.replace / interval
-    return max(failures.replace - spares * (failures.detect + failures.restart), 0.0) / (interval - down)
+    noticed = failures.detect + failures.restart
+    running = interval - noticed - failures.replace * replaced
+    return max(failures.replace - spares * noticed, 0.0) / running
 
 
 def _erlang_b(servers: int, load: float) -> float:
