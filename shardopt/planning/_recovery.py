@@ -258,7 +258,7 @@ def _narrow(failures: Failures, rate: float, wide: float, islands: int, snapshot
     if period == 0:
         return _Narrow(1.0, 0.0, island_rate)
     run, count = _attempts(period + wait, island_rate)
-    return _Narrow(run / period, wait / period, count / period)
+    return _Narrow(run / period, _attempts(wait, island_rate)[0] / period, count / period)
 
 
 def _attempts(seconds: float, rate: float) -> tuple[float, float]:
@@ -290,6 +290,9 @@ def predict(
     run, wide_failures = _attempts(one_try, wide * rate)
     narrow_failures = narrow.failures * work * run / one_try
     own_failures = narrow_failures + wide_failures
+    # tries that fail before the copy is written do not wait for it; then the mean wait is that of the write alone
+    saving = _attempts(checkpoint, wide * rate)[0]
+    snapshots = (run - saving) * narrow.snapshot / narrow.run
 
     def times(replaced: float) -> tuple[float, float, float]:
         """Return the stall, all seconds, and the seconds between failures, if a share of failures finds no spare."""
@@ -305,9 +308,9 @@ def predict(
     stall, total, interval = times(replaced)
     share = chips / (chips + spares * failures.host_chips)
     seconds = {
-        "checkpoint": checkpoint,
-        "snapshot": narrow.snapshot * work,
-        "redone": run - work * (1 + narrow.snapshot) - checkpoint,
+        "checkpoint": saving,
+        "snapshot": snapshots,
+        "redone": run - work - saving - snapshots,
         "detect": own_failures * failures.detect,
         "restart": own_failures * failures.restart,
         "replace": own_failures * failures.replace * replaced,

@@ -220,6 +220,8 @@ def plan(
     workload = model if isinstance(model, Workload) else find_model(model).workload()
     chip = find_hardware(hardware)
     _check(chips, batch_size, slices, placements, schedules, headroom)
+    for islands in failures.islands if failures else ():
+        _check_islands(islands, chips, batch_size, slices)
     opt_state = abstract_opt_state(workload, tx)
     limit = chip.memory_bytes * (1 - headroom)
     fitting, dropped = [], []
@@ -290,8 +292,6 @@ def plan(
             headroom=headroom,
         ).best
 
-    for islands in failures.islands:
-        _check_islands(islands, chips, batch_size, slices)
     recoveries = [_planned_recovery(failures, chips, islands, fastest(islands)) for islands in failures.islands]
     recoveries.sort(key=lambda entry: -entry.tokens_per_second)
     return plans._replace(recoveries=tuple(recoveries))
