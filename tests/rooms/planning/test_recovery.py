@@ -54,9 +54,9 @@ CASES = {
     "checkpoints": Failures(mtbf=1000 * HOUR, restart=300, save=60, detect=60),
     "a failure in most periods": Failures(mtbf=100 * HOUR, restart=600, save=300),
     "spares": Failures(mtbf=1000 * HOUR, restart=300, save=60, replace=2 * HOUR),
-    "snapshots": Failures(mtbf=1000 * HOUR, restart=300, save=60, snapshot=2.0, wide=0.1, replace=600),
+    "snapshots": Failures(mtbf=200 * HOUR, restart=300, save=60, snapshot=2.0, wide=0.1, replace=600),
     "only snapshots": Failures(mtbf=200 * HOUR, restart=300, save=60, snapshot=2.0),
-    "islands that wait": Failures(mtbf=400 * HOUR, restart=600, save=60, islands=(12,), stall=180),
+    "islands that wait": Failures(mtbf=200 * HOUR, restart=600, save=60, islands=(3,), stall=180),
     "islands that do not wait": Failures(mtbf=400 * HOUR, restart=3000, save=60, islands=(8,), exchange=300),
     "islands and wide failures": Failures(
         mtbf=400 * HOUR, restart=300, save=60, islands=(4,), exchange=100, stall=30, wide=0.2, replace=900
