@@ -73,8 +73,13 @@ def llama_3():
     """419 unexpected interruptions in 54 days."""
     interval, chips = 54 * DAY / 419, 16_384
     save = 405e9 * 14 / 2e12
-    for detect, text in ((0.0, "failures noticed at once"), (600.0, "failures noticed after 10 min, the default time-out")):
-        failures, recovery = with_interval(interval, chips, {"restart": 200.0, "save": save, "detect": detect}, spares=0)
+    for detect, text in (
+        (0.0, "failures noticed at once"),
+        (600.0, "failures noticed after 10 min, the default time-out"),
+    ):
+        failures, recovery = with_interval(
+            interval, chips, {"restart": 200.0, "save": save, "detect": detect}, spares=0
+        )
         stated = "16,384 GPUs, 419 unexpected interruptions in 54 days, 2 TB/s of storage"
         assumed = f"{text}; restart 200 s (FT-HSDP, 16K GPUs); a checkpoint of 14 bytes a parameter stops training"
         yield Row(f"Llama 3, detect {detect:.0f} s", 0.90, recovery, failures, stated, assumed, "bound")
@@ -95,7 +100,9 @@ def byterobust():
         periods = {"snapshot_every": step, "step_seconds": step, "spares": 0}
         failures, recovery = with_interval(interval, 9600, inputs, **periods)
         stated = "9,600 GPUs, 175 incidents (table 4), detection (section 2.2), resolution (table 6), a copy each step (table 8)"
-        assumed = f"three months are 90 days; {localize / 60:.0f} min to find the machine (stated: 2 to 15); a step of 20 s"
+        assumed = (
+            f"three months are 90 days; {localize / 60:.0f} min to find the machine (stated: 2 to 15); a step of 20 s"
+        )
         yield Row(f"ByteRobust, {localize / 60:.0f} min to find", 0.97, recovery, failures, stated, assumed)
 
 
@@ -132,7 +139,10 @@ def decoupled_diloco():
     stated = "chips, one failure of a chip a year, learners"
     for scale, published in ((1, 0.27), (2, 0.18)):
         failures, recovery = diloco_job(scale * chips, restart=restart)
-        kind, assumed = ("calibrated" if scale == 1 else "prediction"), f"{restart:.0f} s of restart, solved for from the 27%"
+        kind, assumed = (
+            ("calibrated" if scale == 1 else "prediction"),
+            f"{restart:.0f} s of restart, solved for from the 27%",
+        )
         yield Row(f"data parallel, {1.2 * scale:.1f}M chips", published, recovery, failures, stated, assumed, kind)
     assumed = f"{stall:.1f} s of stall for each failure, solved for from the 58%; slices of 256 chips"
     runs = ((1, 1, 0.58), (2, 1, 0.40), (1, 2, 0.70), (1, 8, 0.88), (2, 8, 0.80), (1, 16, 0.93), (2, 16, 0.86))
