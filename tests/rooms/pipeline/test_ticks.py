@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.fuzz import fuzz
 from support.pipelines import searched, v_shaped
+from support.tiers import tiered
 
 from shardopt.pipeline import schedules
 from shardopt.pipeline._ticks import as_table
@@ -119,15 +121,19 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@settings(deadline=None, max_examples=12, derandomize=True)
-@given(p=st.integers(1, 16), m=st.integers(1, 64), v=st.integers(1, 4))
-def test_every_schedule_is_valid_and_hands_everything_on(name, p, m, v):
-    schedule = SCHEDULES[name](p, m, v)
-    schedule.validate()
-    assert schedule.bubble_fraction <= schedule.program_bubble_fraction
-    assert schedule.num_slots == max(schedule.peak_activations)
-    assert walk(schedule) == expected(schedule)
+@pytest.mark.parametrize(
+    ("name", "count"),
+    tiered([(name, count) for count in (6, 40) for name in SCHEDULES], lambda row: row[1] == 6),
+)
+def test_every_schedule_is_valid_and_hands_everything_on(name, count):
+    def check(p, m, v):
+        schedule = SCHEDULES[name](p, m, v)
+        schedule.validate()
+        assert schedule.bubble_fraction <= schedule.program_bubble_fraction
+        assert schedule.num_slots == max(schedule.peak_activations)
+        assert walk(schedule) == expected(schedule)
+
+    fuzz(check, st.integers(1, 16), st.integers(1, 64), st.integers(1, 4), count=count)
 
 
 @st.composite
