@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fuzz import fuzz
 from support.pipelines import searched, v_shaped
@@ -169,13 +168,15 @@ def late(draw):
     return schedules.from_ticks(stages, **tables, stage_of=stage_of, message_ticks=message_ticks)
 
 
-@settings(deadline=None, max_examples=150, derandomize=True)
-@given(late())
-def test_schedules_of_ones_own_hand_everything_on(schedule):
-    schedule.validate()
-    assert walk(schedule) == expected(schedule)
-    assert schedule.num_slots == max(schedule.peak_activations)
-    assert schedule.table_time() <= schedule.program_time()
+@pytest.mark.parametrize("count", tiered([50, 400], lambda count: count == 50))
+def test_schedules_of_ones_own_hand_everything_on(count):
+    def check(schedule):
+        schedule.validate()
+        assert walk(schedule) == expected(schedule)
+        assert schedule.num_slots == max(schedule.peak_activations)
+        assert schedule.table_time() <= schedule.program_time()
+
+    fuzz(check, late(), count=count)
 
 
 def test_the_walk_sees_a_slot_that_is_reused_too_early():
