@@ -16,6 +16,7 @@ from shardopt.partition import LayoutBytes
 from shardopt.pipeline import schedules as known_schedules
 from shardopt.pipeline._kinds import KINDS, ScheduleKind
 from shardopt.planning._costs import Footprint, StepTime, Transfer, by_axis, footprint, step_time, traffic
+from shardopt.planning._failures import Failures
 from shardopt.planning._hardware import HARDWARE, Hardware, find_hardware
 from shardopt.planning._layout import (
     Layout,
@@ -25,6 +26,7 @@ from shardopt.planning._layout import (
     state_layout_bytes,
 )
 from shardopt.planning._models import Transformer, find_model
+from shardopt.planning._recovery import Recovery, check_islands, duration, plan_recovery
 from shardopt.planning._searched import with_search_arguments
 from shardopt.planning._workload import Workload
 
@@ -98,6 +100,20 @@ class Dropped(NamedTuple):
     missing_bytes: float
 
 
+class PlannedRecovery(NamedTuple):
+    """A way to survive failures, with the layout that it needs.
+
+    Attributes:
+      recovery: islands, spares, periods, goodput.
+      prediction: the fastest layout of one island, which is the whole job if there is one island.
+      tokens_per_second: tokens per second of all islands together, times the share of time in which they train.
+    """
+
+    recovery: Recovery
+    prediction: Prediction
+    tokens_per_second: float
+
+
 class Plans(NamedTuple):
     """The result of `plan`; `print` shows a table.
 
@@ -111,6 +127,7 @@ class Plans(NamedTuple):
       limit: bytes of a chip's memory that may be used.
       state_layouts: bytes that work on matrices sends under the fastest layout with each `opt_state_layout`, and the
         recommended one; None if the optimizer does not work on matrices.
+      recoveries: with `failures`, one way to survive them for each number of islands, the most tokens first.
     """
 
     ranked: tuple[Prediction, ...]
@@ -121,6 +138,7 @@ class Plans(NamedTuple):
     batch_size: int
     limit: float
     state_layouts: LayoutBytes | None = None
+    recoveries: tuple[PlannedRecovery, ...] = ()
 
     @property
     def best(self) -> Prediction:
@@ -151,6 +169,7 @@ def plan(
     gather_dtype: DTypeLike | None = jnp.bfloat16,
     scatter_dtype: DTypeLike | None = None,
     headroom: float = 0.1,
+    failures: Failures | None = None,
 ) -> Plans:
     """Rank all ways to distribute a model over chips by their predicted step time. No device is needed.
 
@@ -172,6 +191,8 @@ def plan(
       gather_dtype: dtype of the all-gathers of weights under fsdp; None is the dtype of the weights.
       scatter_dtype: dtype of the reduce-scatters of gradients, except under ddp; None is the dtype of the weights.
       headroom: share of a chip's memory that stays free for costs that the formulas do not count.
+      failures: how often chips fail, and what a failure costs. Then `.recoveries` has the period of checkpoints and
+        snapshots, spares, and goodput for each number of islands in it. See `so.planning.plan_recovery`.
 
     Returns:
       `Plans`: `.best` and `.ranked` have `.mesh` for `so.make_mesh(**...)` and `.strategy` for
@@ -199,6 +220,8 @@ def plan(
     workload = model if isinstance(model, Workload) else find_model(model).workload()
     chip = find_hardware(hardware)
     _check(chips, batch_size, slices, placements, schedules, headroom)
+    for islands in failures.islands if failures else ():
+        _check_islands(islands, chips, batch_size, slices)
     opt_state = abstract_opt_state(workload, tx)
     limit = chip.memory_bytes * (1 - headroom)
     fitting, dropped = [], []
@@ -246,9 +269,47 @@ def plan(
     plans = Plans(tuple(fitting), tuple(dropped), workload, chip, chips, batch_size, limit)
     if not fitting:
         raise ValueError(_nothing_fits(plans))
-    if tx is None:
+    if tx is not None:
+        plans = plans._replace(state_layouts=state_layout_bytes(workload, plans.best.layout, tx))
+    if failures is None:
         return plans
-    return plans._replace(state_layouts=state_layout_bytes(workload, plans.best.layout, tx))
+
+    def fastest(islands: int) -> Prediction:
+        if islands == 1:
+            return plans.best
+        return plan(
+            workload,
+            hardware=chip,
+            chips=chips // islands,
+            batch_size=batch_size // islands,
+            tx=tx,
+            slices=max(slices // islands, 1),
+            placements=placements,
+            schedules=schedules,
+            remat=remat,
+            gather_dtype=gather_dtype,
+            scatter_dtype=scatter_dtype,
+            headroom=headroom,
+        ).best
+
+    recoveries = [_planned_recovery(failures, chips, islands, fastest(islands)) for islands in failures.islands]
+    recoveries.sort(key=lambda entry: -entry.tokens_per_second)
+    return plans._replace(recoveries=tuple(recoveries))
+
+
+def _planned_recovery(failures: Failures, chips: int, islands: int, prediction: Prediction) -> PlannedRecovery:
+    recovery = plan_recovery(failures, chips=chips, islands=islands, step_seconds=prediction.time.total)
+    return PlannedRecovery(recovery, prediction, islands * prediction.tokens_per_second * recovery.training_share)
+
+
+def _check_islands(islands: int, chips: int, batch_size: int, slices: int) -> None:
+    check_islands(islands, chips)
+    if batch_size % islands:
+        problem = f"{plural(batch_size, 'row')} per batch cannot be spread evenly over {plural(islands, 'island')}."
+        raise ValueError(format_error("plan", problem, fix=f"choose a batch_size divisible by {islands}."))
+    if slices % islands and islands % slices:
+        problem = f"{plural(islands, 'island')} cannot be spread evenly over {plural(slices, 'slice')}."
+        raise ValueError(format_error("plan", problem, fix="choose islands that divide the slices, or the reverse."))
 
 
 _SCHEDULE_NAMES = tuple(
@@ -514,8 +575,33 @@ def _table(plans: Plans, count: int) -> str:
             f"{plural(too_large, 'layout')} dropped for memory ({plans.limit / 1e9:.1f} GB per chip may be used)",
             *([f"{plural(uneven, 'layout')} dropped for sizes that do not divide"] if uneven else []),
             *([] if plans.state_layouts is None else [str(plans.state_layouts)]),
+            *([] if not plans.recoveries else ["", *_recovery_lines(plans.recoveries)]),
         ]
     )
+
+
+def _recovery_lines(recoveries: Sequence[PlannedRecovery]) -> list[str]:
+    """Return a table of the ways to survive failures, and the time that the best one loses."""
+    best = recoveries[0].recovery
+    rows = [["islands", "spares", "checkpoint", "snapshot", "failure", "goodput", "tokens/s"]]
+    for entry in recoveries:
+        recovery = entry.recovery
+        rows.append(
+            [
+                str(recovery.islands),
+                str(recovery.spares),
+                *(
+                    "-" if steps is None else plural(steps, "step")
+                    for steps in (recovery.save_steps, recovery.snapshot_steps)
+                ),
+                f"every {duration(recovery.interval)}",
+                f"{recovery.goodput:.1%}",
+                f"{entry.tokens_per_second:,.0f}",
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lost = ", ".join(f"{cause} {share:.1%}" for cause, share in best.lost.items())
+    return ["  ".join(map(str.rjust, row, widths)) for row in rows] + [f"the first one loses: {lost}"]
 
 
 def _row(prediction: Prediction, columns: Sequence[str]) -> list[str]:
