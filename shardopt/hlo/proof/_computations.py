@@ -1,0 +1,306 @@
+"""Walk through a program and derive every value: fusions, calls, loops and branches are opened."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from shardopt.hlo._collective import permute_pairs, read_groups, replica_groups
+from shardopt.hlo.proof import _collectives, _indexing, _rules
+from shardopt.hlo.proof._lines import Groups, Line, array_shape, leaves
+from shardopt.hlo.proof._numbers import iota, known, literal
+from shardopt.hlo.proof._parts import along
+from shardopt.hlo.proof._value import Fault, Hidden, Unproved, Value, Wrong, joined, merged_hidden, used, whole
+
+Result = Any
+"""A `Value`, or a tuple of results."""
+
+MAX_TURNS = 12
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+_THROUGH = ("async-done", "async-update", "copy-done", *(f"{kind}-done" for kind in COLLECTIVES))
+
+
+class Walk:
+    """The derivation of one program.
+
+    Attributes:
+      computations: the lines of each computation.
+      replicas: the number of replicas.
+      partitions: the number of partitions.
+    """
+
+    def __init__(self, computations: dict[str, tuple[Line, ...]], replicas: int, partitions: int) -> None:
+        self.computations, self.replicas, self.partitions = computations, replicas, partitions
+        self.devices = replicas * partitions
+        self.known: dict[tuple[str, tuple[Result, ...]], Result] = {}
+        _rules.set_devices(self.devices)
+
+    def run(self, name: str, arguments: tuple[Result, ...]) -> Result:
+        """Return the result of a computation for its arguments."""
+        key = (name, arguments)
+        if key not in self.known:
+            self.known[key] = self._run(name, arguments)
+        return self.known[key]
+
+    def _run(self, name: str, arguments: tuple[Result, ...]) -> Result:
+        values: dict[str, Result] = {}
+        shapes: dict[str, str] = {}
+        result: Result = ()
+        for line in self.computations[name]:
+            if line.opcode == "parameter":
+                values[line.name] = arguments[int(line.rest.partition(")")[0])]
+            else:
+                operands = [values[operand] for operand in line.operands]
+                values[line.name] = self.line(line, operands, [shapes[operand] for operand in line.operands])
+            shapes[line.name] = line.shape
+            if line.is_root:
+                result = values[line.name]
+        return result
+
+    def line(self, line: Line, operands: Sequence[Result], shapes: Sequence[str]) -> Result:
+        """Return the result of one instruction; a fault, if it is wrong or no rule covers it."""
+        try:
+            return self._line(line, operands, shapes)
+        except Wrong as problem:
+            return faulty(line.shape, frozenset([Fault(True, line.order, problem.reason, problem.groups)]))
+        except Unproved as problem:
+            return faulty(line.shape, frozenset([Fault(False, line.order, problem.reason)]))
+
+    def _line(self, line: Line, operands: Sequence[Result], shapes: Sequence[str]) -> Result:
+        opcode = line.opcode
+        if opcode in ("tuple", "after-all"):
+            return tuple(operands)
+        if opcode == "get-tuple-element":
+            return operands[0][int(line.attributes["index"])] if isinstance(operands[0], tuple) else operands[0]
+        if opcode in _THROUGH or opcode in ("optimization-barrier", "opt-barrier"):
+            return operands[0]
+        if opcode in ("fusion", "call", "async-start", "call-start"):
+            return self.run(line.callee, tuple(operands))
+        if opcode == "while":
+            return self._while(line, operands[0])
+        if opcode == "conditional":
+            return self._conditional(line, operands)
+        if opcode == "constant":
+            return literal(line, self.devices)
+        if opcode == "iota":
+            return iota(line, self.devices)
+        if opcode in ("partition-id", "replica-id"):
+            positions = np.arange(self.devices)
+            ids = positions % self.partitions if opcode == "partition-id" else positions // self.partitions
+            return known(ids.astype(np.uint32), self.devices, line.order)
+        kind = opcode.removesuffix("-start")
+        if kind in COLLECTIVES:
+            return self._collective(line, kind, operands)
+        if faults := _faults(operands):
+            return faulty(line.shape, faults)
+        return self._local(line, list(operands), shapes)
+
+    def _local(self, line: Line, operands: list[Value], shapes: Sequence[str]) -> Result:
+        opcode, devices = line.opcode, self.devices
+        if any(not isinstance(operand, Value) for operand in operands):
+            raise Unproved(f"no rule covers {opcode} of a tuple.")
+        if opcode in ("sort", "reduce", "custom-call", "rng-bit-generator", "scatter") and any(o.parts for o in operands):
+            raise Unproved(f"no rule covers {opcode} of a bucket of pieces with different layouts.")
+        constant = all(operand.constant for operand in operands)
+        if opcode == "sort":
+            results = _indexing.sort(line, operands, devices)
+            return results if line.shape.startswith("(") else results[0]
+        if opcode == "custom-call":
+            return self._custom_call(line, operands)
+        if opcode == "reduce":
+            return self._reduce(line, operands)
+        if opcode == "scatter":
+            return _indexing.scatter(line, operands, devices, self.reduction(line.callee))
+        if opcode == "copy-start":
+            return operands[0]
+        if opcode == "bitcast" and operands[0].data is None and not operands[0].parts:
+            return _rules.bitcast(operands[0], shapes[0], line.shape, line.dims)._replace(constant=constant)
+        if opcode in _SPECIAL and not any(operand.parts for operand in operands):
+            value = _rules.evaluate(line, operands, devices)
+            if value is not None:
+                return known(value, devices, line.order)
+            return _rules.without_known_devices(_SPECIAL[opcode](line, operands, devices)._replace(constant=constant))
+        return _rules.apply(line, operands, devices)
+
+    def reduction(self, name: str) -> str | None:
+        """Return the reduction of a computation of two scalars, such as `add`; None for others."""
+        opcodes = [line.opcode for line in self.computations.get(name, ()) if line.opcode not in ("parameter", "convert")]
+        return opcodes[0] if len(opcodes) == 1 else None
+
+    def _reduce(self, line: Line, operands: list[Value]) -> Result:
+        kind = self.reduction(line.callee)
+        half = len(operands) // 2
+        if half == 1 and kind is not None:
+            value = _rules.reduce(line, operands[0], operands[1], kind)
+            return value._replace(constant=all(operand.constant for operand in operands))
+        removed = line.integers("dimensions")
+        mixed = _indexing.along_whole(line, operands[:half], removed)
+        kept = [i for i in range(len(mixed[0].shape)) if i not in removed]
+        results = tuple(
+            Value(tuple(v.shape[i] for i in kept), tuple(v.dims[i] for i in kept), v.hidden) for v in mixed
+        )
+        return results if line.shape.startswith("(") else results[0]
+
+    def _custom_call(self, line: Line, operands: list[Value]) -> Result:
+        target = line.attributes.get("custom_call_target", "").strip('"')
+        if target in _IDENTITIES and len(operands) == 1:
+            return operands[0]
+        if target == "TopK":
+            (value,) = operands
+            (mixed,) = _indexing.along_whole(line, [value], [len(value.shape) - 1])
+            shape = array_shape(leaves(line.shape)[0])
+            dims = (*mixed.dims[:-1], whole(shape[-1], self.devices))
+            return (Value(shape, dims, mixed.hidden),) * 2
+        raise Unproved(f"no rule covers the custom call {target}.")
+
+    # loops and branches
+
+    def _while(self, line: Line, initial: Result) -> Result:
+        body, condition = (line.attributes[key].strip(" %") for key in ("body", "condition"))
+        state = initial
+        for _ in range(MAX_TURNS):
+            following = join(state, self.run(body, (state,)), line)
+            if following == state:
+                break
+            state = following
+        else:
+            raise Unproved("what the loop carries reaches no fixed point.")
+        predicate = self.run(condition, (state,))
+        if predicate.faults or predicate.hidden:
+            raise Unproved("devices may leave the loop after different numbers of turns.")
+        return state
+
+    def _conditional(self, line: Line, operands: Sequence[Result]) -> Result:
+        keys = ["branch_computations", "true_computation", "false_computation"]
+        names = [name.strip(" %{}") for key in keys if key in line.attributes for name in line.attributes[key].split(",")]
+        index = operands[0]
+        results = [self.run(name, (operand,)) for name, operand in zip(names, operands[1:], strict=True)]
+        if index.faults:
+            return faulty(line.shape, index.faults)
+        result = functools.reduce(lambda a, b: join(a, b, line), results)
+        hidden = used(index.hidden, line.order)
+        return _with_hidden(result, hidden) if hidden else result
+
+    # collectives
+
+    def _groups(self, line: Line, *, has_global_flag: bool) -> Groups:
+        return replica_groups(
+            line.attributes, replicas=self.replicas, partitions=self.partitions, has_global_flag=has_global_flag
+        )
+
+    def _collective(self, line: Line, kind: str, operands: Sequence[Result]) -> Result:
+        if kind == "all-to-all" and "dimensions" not in line.attributes:
+            return self._tuple_all_to_all(line, operands)
+        if kind == "collective-permute" and len(operands) != 1:
+            raise Unproved("no rule covers a permute in place.")
+        results = []
+        shapes = leaves(line.shape) if len(operands) > 1 else (line.shape,)
+        for i, operand in enumerate(operands):
+            if not isinstance(operand, Value):
+                raise Unproved(f"no rule covers {kind} of a tuple.")
+            try:
+                if operand.faults:
+                    results.append(faulty(shapes[i] if len(operands) > 1 else _array_of(line), operand.faults))
+                else:
+                    results.append(self._one_collective(line, kind, operand))
+            except Wrong as problem:
+                results.append(operand._replace(faults=frozenset([Fault(True, line.order, problem.reason, problem.groups)])))
+            except Unproved as problem:
+                results.append(operand._replace(faults=frozenset([Fault(False, line.order, problem.reason)])))
+        return results[0] if len(results) == 1 and not line.shape.startswith("(") or line.opcode.endswith("-start") and len(results) == 1 else tuple(results)
+
+    def _one_collective(self, line: Line, kind: str, value: Value) -> Value:
+        if kind == "collective-permute":
+            pairs = read_groups(line.attributes.get("source_target_pairs", "{}"), 0)
+            moving = permute_pairs(line.attributes, replicas=self.replicas, partitions=self.partitions)
+            if self.replicas == 1 or self.partitions == 1:
+                moving = (*moving, *((s, t) for s, t in pairs if s == t))
+            return _collectives.permuted(value, moving, self.devices)
+        groups = self._groups(line, has_global_flag=kind in ("all-reduce", "all-gather", "reduce-scatter"))
+        if kind == "all-reduce":
+            return self._by_part(value, lambda part: self._reduced(line, part, groups))
+        if kind == "collective-broadcast":
+            raise Unproved("no rule covers collective-broadcast.")
+        (dim,) = line.integers("dimensions")
+        if value.parts and dim == along(value):
+            raise Unproved(f"{kind} along the dim in which a bucket joins its pieces.")
+        if kind == "all-gather":
+            return self._by_part(value, lambda part: _collectives.gathered(part, dim, groups))
+        if kind == "all-to-all":
+            return self._by_part(value, lambda part: _collectives.exchanged(part, dim, groups))
+        at, n = _collectives.position_in_group(groups), len(groups[0])
+        return self._by_part(
+            value, lambda part: _collectives.block(self._reduced(line, part, groups), dim, at, n)
+        )
+
+    def _reduced(self, line: Line, value: Value, groups: Groups) -> Value:
+        return _collectives.reduced_over(value, self.reduction(line.callee) or "?", groups, line.order)
+
+    def _by_part(self, value: Value, rule: Any) -> Value:
+        if not value.parts:
+            return rule(value)
+        dim = along(value)
+        parts = tuple(rule(part) for part in value.parts)
+        shape = tuple(value.shape[i] if i == dim else n for i, n in enumerate(parts[0].shape))
+        return Value(shape, tuple(() for _ in shape), parts=parts)
+
+    def _tuple_all_to_all(self, line: Line, operands: Sequence[Value]) -> Result:
+        if faults := _faults(operands):
+            return faulty(line.shape, faults)
+        groups = self._groups(line, has_global_flag=False)
+        common, values = _rules.unified_operands(operands)
+        kinds = {(h.kind, h.at) for value in values for h in value.hidden}
+        if any({(h.kind, h.at) for h in value.hidden} != kinds for value in values):
+            raise Unproved("it exchanges arrays of different layouts.")
+        n = len(operands)
+        shape = (n, *operands[0].shape)
+        stacked = Value(shape, (whole(n, self.devices), *common), merged_hidden(value.hidden for value in values))
+        received = _collectives.exchanged(stacked, 0, groups)
+        element = Value(operands[0].shape, received.dims[1:], received.hidden)
+        return (element,) * n
+
+
+def _array_of(line: Line) -> str:
+    return leaves(line.shape)[-1] if line.opcode.endswith("-start") else line.shape
+
+
+_SPECIAL = {
+    "dynamic-slice": _indexing.dynamic_slice,
+    "dynamic-update-slice": _indexing.dynamic_update_slice,
+    "gather": _indexing.gather,
+}
+_IDENTITIES = ("Sharding", "MoveToHost", "MoveToDevice", "annotate_device_placement", "LayoutConstraint")
+
+
+def faulty(shape: str, faults: frozenset[Fault]) -> Result:
+    """Return a result whose every array has these faults."""
+    if shape.startswith("("):
+        return tuple(faulty(part, faults) for part in leaves(shape))
+    dims = array_shape(shape)
+    return Value(dims, tuple(() for _ in dims), faults=faults)
+
+
+def _faults(operands: Sequence[Result]) -> frozenset[Fault]:
+    faults: frozenset[Fault] = frozenset()
+    for operand in operands:
+        faults |= _faults(operand) if isinstance(operand, tuple) and not isinstance(operand, Value) else operand.faults
+    return faults
+
+
+def join(first: Result, second: Result, line: Line) -> Result:
+    """Return what holds for both of two results."""
+    if not isinstance(first, Value):
+        return tuple(join(a, b, line) for a, b in zip(first, second, strict=True))
+    try:
+        return joined(first, second)
+    except Unproved as problem:
+        return first._replace(faults=frozenset([Fault(False, line.order, problem.reason)]))
+
+
+def _with_hidden(result: Result, hidden: tuple[Hidden, ...]) -> Result:
+    if not isinstance(result, Value):
+        return tuple(_with_hidden(part, hidden) for part in result)
+    if result.faults:
+        return result
+    return _rules.without_known_devices(result.changed(hidden=merged_hidden([result.hidden, hidden])))
