@@ -18,7 +18,9 @@ from shardopt.hlo.proof._value import (
     cut,
     merged_hidden,
     normal,
+    partition,
     scaled,
+    varies,
     whole,
     zeros,
 )
@@ -121,6 +123,8 @@ def position_in_group(groups: Groups) -> Positions:
 
 def block(value: Value, dim: int, at: Positions, n: int) -> Value:
     """Return one of n blocks of a dim: block `at` of each device."""
+    if n == 1:
+        return value
     size = value.shape[dim]
     shape = (*value.shape[:dim], size // n, *value.shape[dim + 1 :])
     factors, hidden = list(normal(value.dims[dim])), list(value.hidden)
@@ -275,22 +279,22 @@ def _moved_block(received: Value, sent: Value, own: Value, dim: int, size: int, 
     return received.changed(dims=dims, hidden=merged_hidden([(*hidden, *new_hidden)]), fill=received.fill)
 
 
-def permuted(value: Value, pairs: Groups, devices: int) -> Value:
+def permuted(value: Value, pairs: Groups, devices: int, order: int) -> Value:
     """Return the result of a collective-permute."""
     if value.zero:
         return value
     source = np.full(devices, -1)
     for start, target in pairs:
         source[target] = start
-    if (source < 0).any():
-        raise Unproved("it sends to some devices only; the others get zeros.")
-    if sorted(source.tolist()) != list(range(devices)):
-        raise Unproved("several devices get the piece of one.")
+    receives = Positions.of(source >= 0)
+    source = np.where(source < 0, np.arange(devices), source)  # the others get zeros
 
     def moved(at: Positions) -> Positions:
         return Positions.of(at.array[source])
 
     dims = tuple(tuple(factor._replace(at=moved(factor.at)) for factor in dim) for dim in value.dims)
     hidden = tuple(h._replace(at=moved(h.at)) for h in value.hidden)
-    parts = None if value.parts is None else tuple(permuted(part, pairs, devices) for part in value.parts)
+    if varies(receives):
+        hidden = (*hidden, Hidden("device", partition(receives), 2, order))
+    parts = None if value.parts is None else tuple(permuted(part, pairs, devices, order) for part in value.parts)
     return value.changed(dims=dims, hidden=merged_hidden([hidden]), fill=value.fill, parts=parts)

@@ -9,6 +9,7 @@ import numpy as np
 from shardopt.hlo._collective import permute_pairs, read_groups, replica_groups
 from shardopt.hlo.proof import _collectives, _indexing, _rules
 from shardopt.hlo.proof._lines import Groups, Line, array_shape, leaves
+from shardopt.hlo.proof._lookup import noted
 from shardopt.hlo.proof._numbers import iota, known, literal
 from shardopt.hlo.proof._parts import along
 from shardopt.hlo.proof._value import Fault, Hidden, Unproved, Value, Wrong, joined, merged_hidden, used, whole
@@ -18,6 +19,7 @@ Result = Any
 
 MAX_TURNS = 12
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+_UNNOTED = ("get-tuple-element", "while", "conditional", "optimization-barrier", "opt-barrier", "call")
 _THROUGH = ("async-done", "async-update", "copy-done", *(f"{kind}-done" for kind in COLLECTIVES))
 
 
@@ -61,7 +63,10 @@ class Walk:
     def line(self, line: Line, operands: Sequence[Result], shapes: Sequence[str]) -> Result:
         """Return the result of one instruction; a fault, if it is wrong or no rule covers it."""
         try:
-            return self._line(line, operands, shapes)
+            result = self._line(line, operands, shapes)
+            if isinstance(result, Value) and line.opcode not in _UNNOTED:
+                return noted(line, [o for o in operands if isinstance(o, Value)], result, self.devices)
+            return result
         except Wrong as problem:
             return faulty(line.shape, frozenset([Fault(True, line.order, problem.reason, problem.groups)]))
         except Unproved as problem:
@@ -167,9 +172,10 @@ class Walk:
         else:
             raise Unproved("what the loop carries reaches no fixed point.")
         predicate = self.run(condition, (state,))
-        if predicate.faults or predicate.hidden:
-            raise Unproved("devices may leave the loop after different numbers of turns.")
-        return state
+        if predicate.faults:
+            return faulty(line.shape, predicate.faults)
+        # devices that leave the loop after different numbers of turns hold different things
+        return _with_hidden(state, used(predicate.hidden, line.order)) if predicate.hidden else state
 
     def _conditional(self, line: Line, operands: Sequence[Result]) -> Result:
         keys = ["branch_computations", "true_computation", "false_computation"]
@@ -216,7 +222,7 @@ class Walk:
             moving = permute_pairs(line.attributes, replicas=self.replicas, partitions=self.partitions)
             if self.replicas == 1 or self.partitions == 1:
                 moving = (*moving, *((s, t) for s, t in pairs if s == t))
-            return _collectives.permuted(value, moving, self.devices)
+            return _collectives.permuted(value, moving, self.devices, line.order)
         groups = self._groups(line, has_global_flag=kind in ("all-reduce", "all-gather", "reduce-scatter"))
         if kind == "all-reduce":
             return self._by_part(value, lambda part: self._reduced(line, part, groups))
@@ -248,6 +254,8 @@ class Walk:
     def _tuple_all_to_all(self, line: Line, operands: Sequence[Value]) -> Result:
         if faults := _faults(operands):
             return faulty(line.shape, faults)
+        if any(operand.parts for operand in operands):
+            raise Unproved("devices send each other buckets of different pieces.")
         groups = self._groups(line, has_global_flag=False)
         common, values = _rules.unified_operands(operands)
         kinds = {(h.kind, h.at) for value in values for h in value.hidden}

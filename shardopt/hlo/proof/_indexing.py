@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardopt.hlo.proof._lines import Line
+from shardopt.hlo.proof._lookup import own_rows, scattered_rows, without
 from shardopt.hlo.proof._rules import _elements_to_hidden, _sliced
 from shardopt.hlo.proof._value import (
     REDUCTIONS,
@@ -105,15 +106,14 @@ def dynamic_update_slice(line: Line, values: Sequence[Value], devices: int) -> V
             same.append((dim, dim))
             continue
         start = _starts(index, devices)
-        if start is None or (start == start[0]).all():
+        by_device = start is not None and (start != start[0]).any()
+        if not by_device or not (base.zero and _covers(start, size, base.shape[dim])):
             index_hidden += used(index.hidden, line.order)
             if not (is_whole(base.dims[dim]) and is_whole(update.dims[dim])):
                 dims[dim] = _updated_piece(base, update, dim, devices)
             else:
                 dims[dim] = whole(base.shape[dim], devices)
             continue
-        if not base.zero:
-            raise Unproved("each device overwrites another part of an array.")
         dims[dim], new, update = _padded(base.shape[dim], update, dim, np.clip(start, 0, base.shape[dim] - size), line, devices)
         padded.append(new)
     common, base, update = unify(base, update, same)
@@ -124,6 +124,11 @@ def dynamic_update_slice(line: Line, values: Sequence[Value], devices: int) -> V
             raise Unproved("each device writes a partial sum to another place.")
     hidden = merged_hidden([hidden, tuple(index_hidden), tuple(padded)])
     return Value(line.dims, result, hidden, fill=0 if base.zero and update.zero else None)
+
+
+def _covers(start: np.ndarray, size: int, local: int) -> bool:
+    """Return whether the places at which devices write make up the whole dim."""
+    return sorted(set(start.tolist())) == list(range(0, local, size))
 
 
 def _updated_piece(base: Value, update: Value, dim: int, devices: int) -> Dim:
@@ -188,9 +193,12 @@ def gather(line: Line, values: Sequence[Value], devices: int) -> Value:
     batch = [i for i in range(len(indices.shape)) if i != vector_dim]
     by_indices = {j: common[i] for i, j in batching}
     window = [i for i in range(len(operand.shape)) if i not in collapsed and i not in {i for i, _ in batching}]
+    rows = None
     for dim in starts:
         if sizes[dim] != operand.shape[dim] and not is_whole(operand.dims[dim]):
-            raise Unproved(f"it looks up elements of dim {dim}, of which each device holds a piece.")
+            if len(starts) != 1 or sizes[dim] != 1:
+                raise Unproved(f"it looks up elements of dim {dim}, of which each device holds a piece.")
+            rows, indices = own_rows(operand, dim, indices, line.order)
     batch_dims = iter([by_indices.get(j, indices.dims[j]) for j in batch])
     window_dims = iter(
         [
@@ -205,7 +213,8 @@ def gather(line: Line, values: Sequence[Value], devices: int) -> Value:
     taken = {partition(h.at) for h in pending(operand)}
     if any(partition(h.at) in taken for h in indices.hidden):
         raise Unproved("each device looks up other elements of a partial sum.")
-    return Value(line.dims, tuple(dims), merged_hidden([operand.hidden, indices.hidden]))
+    hidden = merged_hidden([operand.hidden, indices.hidden, () if rows is None else (rows.row,)])
+    return Value(line.dims, tuple(dims), hidden, note=rows)
 
 
 def scatter(line: Line, values: Sequence[Value], devices: int, kind: str | None) -> Value:
@@ -232,6 +241,12 @@ def scatter(line: Line, values: Sequence[Value], devices: int, kind: str | None)
     dims = [dims_of_operand.get(i, dim) for i, dim in enumerate(operand.dims)]
     for dim in {*scattered, *(i for i in windows if i not in dims_of_operand)}:
         if dim in dims_of_operand:
+            continue
+        rows = scattered_rows(indices, operand.shape[dim]) if scattered == (dim,) and operand.zero else None
+        if rows is not None and kind == "add":
+            at, size = rows
+            dims[dim] = (Factor(operand.shape[dim], size, at),)
+            indices = without(indices, Hidden("device", at, 0, line.order))
             continue
         if not is_whole(operand.dims[dim]):
             raise Unproved(f"it writes to places of dim {dim}, of which each device holds a piece.")

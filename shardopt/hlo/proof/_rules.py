@@ -1,11 +1,13 @@
 """What each local instruction does to the pieces that devices hold: the rules of the derivation."""
 
 import math
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from shardopt.hlo.proof._lines import Line, dtype_of, major_to_minor, numbers
+from shardopt.hlo.proof._lookup import masked
 from shardopt.hlo.proof._numbers import evaluate, known
 from shardopt.hlo.proof._value import (
     REDUCTIONS,
@@ -148,6 +150,8 @@ def set_devices(devices: int) -> None:
 
 
 def _select(line: Line, values: Sequence[Value], devices: int) -> Value:
+    if (term := masked(line, values)) is not None:
+        return term
     dims, (predicate, first, second) = unified_operands(_scalars_broadcast(values, line))
     branches = Value(line.dims, dims, added([first, second], line.order))
     predicate = predicate._replace(hidden=used(predicate.hidden, line.order))
@@ -365,6 +369,18 @@ def reduce(line: Line, value: Value, initial: Value, kind: str) -> Value:
     return Value(line.dims, dims, hidden, fill=0 if value.zero and initial.zero else None)
 
 
+def _reduce_window(line: Line, values: Sequence[Value], devices: int) -> Value:
+    """Return the rule of cumulative sums and pooling: a dim with a window must be whole."""
+    value, initial = values
+    window = dict(re.findall(r"(\w+)=(\S+)", line.attributes["window"].strip("{}")))
+    dims = list(value.dims)
+    for dim, size in enumerate(window["size"].split("x")):
+        if int(size) != 1 or line.dims[dim] != value.shape[dim]:
+            _check_whole(value, dim, "reduces windows of")
+            dims[dim] = whole(line.dims[dim], devices)
+    return Value(line.dims, tuple(dims), used(value.hidden, line.order))
+
+
 def _dot(line: Line, values: Sequence[Value], devices: int) -> Value:
     left, right = values
     contracting = list(zip(line.integers("lhs_contracting_dims"), line.integers("rhs_contracting_dims"), strict=True))
@@ -432,4 +448,5 @@ _RULES: dict[str, Rule] = {
     "pad": _pad,
     "concatenate": _concatenate,
     "dot": _dot,
+    "reduce-window": _reduce_window,
 }

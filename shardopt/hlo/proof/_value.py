@@ -7,9 +7,12 @@ one element, or a choice by the number of the device.
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from shardopt.hlo.proof._lookup import Range, Rows, Shift
 
 
 class Positions:
@@ -116,6 +119,7 @@ class Value(NamedTuple):
       data: its numbers, if they are few integers that depend on no input.
       faults: why it is wrong or unknown; its dims then say nothing.
       parts: pieces along the last dim if they have different layouts; `dims` then say nothing.
+      note: what is known about its numbers, for lookups in a table of which each device holds some rows.
     """
 
     shape: tuple[int, ...]
@@ -126,6 +130,7 @@ class Value(NamedTuple):
     data: Data | None = None
     faults: frozenset[Fault] = frozenset()
     parts: "tuple[Value, ...] | None" = None
+    note: "Shift | Range | Rows | None" = None
 
     @property
     def zero(self) -> bool:
@@ -134,7 +139,7 @@ class Value(NamedTuple):
 
     def changed(self, **fields: object) -> "Value":
         """Return the value with other fields, no longer with known numbers."""
-        return self._replace(**{"data": None, "fill": None, **fields})  # type: ignore[arg-type]
+        return self._replace(**{"data": None, "fill": None, "note": None, **fields})  # type: ignore[arg-type]
 
 
 class Wrong(Exception):
@@ -491,4 +496,5 @@ def joined(first: Value, second: Value) -> Value:
         constant=first.constant and second.constant,
         fill=fill,
         data=first.data if first.data is second.data else None,
+        note=first.note if first.note == second.note else None,
     )
