@@ -63,14 +63,16 @@ def reduced_over(value: Value, kind: str, groups: Groups, order: int) -> Value:
         if kind != "add" and kind != "multiply" or value.zero:
             return value
         if value.constant:  # a count of rows or devices: it is a constant no more, so that no second sum is taken
-            return value.changed(constant=False)
+            return value.changed(constant=False, sums=value.sums | {group_classes(groups)})
         if any(h.kind == kind for h in remaining):
             raise Wrong(
                 "it sums over devices that hold the same term: each term counts several times, and the sum over other "
                 "devices is still missing.",
                 groups,
             )
-        raise Wrong(f"it sums {n} copies of a value that is complete already: the result is {n} times too large.", groups)
+        if kind == "add" and group_classes(groups) in value.sums:
+            raise Wrong(f"it sums {n} copies of a sum that is complete already: the result is {n} times too large.", groups)
+        raise Unproved(f"it sums {n} copies of a value: right only if the result is used as an average of equal values.")
     for h in varying:
         if h.kind == "own":
             raise Unproved(
@@ -84,13 +86,24 @@ def reduced_over(value: Value, kind: str, groups: Groups, order: int) -> Value:
     stacked = np.stack([h.at.array for h in varying], axis=1)
     total = math.prod(h.count for h in varying)
     members = [frozenset(map(tuple, stacked[list(group)].tolist())) for group in groups]
+    if len(frozenset().union(*members)) < total:
+        raise Unproved("it sums terms of which some are on no device.")
     if any(len(member) != n for member in members):
         raise Wrong("some devices of a group hold the same term, which counts several times.", groups)
     if n < total:
         remaining.append(_partial(members, groups, n, total, varying, kind, order))
     elif n > total:
         raise Wrong("its groups have more devices than there are terms.", groups)
-    return value.changed(hidden=merged_hidden([tuple(remaining)]), constant=False)
+    sums = value.sums | {group_classes(groups)} if kind == "add" else value.sums
+    return value.changed(hidden=merged_hidden([tuple(remaining)]), constant=False, sums=sums)
+
+
+def group_classes(groups: Groups) -> Positions:
+    """Number the groups by their first device."""
+    at = np.zeros(sum(map(len, groups)), np.int64)
+    for group in groups:
+        at[list(group)] = min(group)
+    return Positions.of(at)
 
 
 def _partial(

@@ -19,7 +19,7 @@ Result = Any
 
 MAX_TURNS = 12
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
-_UNNOTED = ("get-tuple-element", "while", "conditional", "optimization-barrier", "opt-barrier", "call")
+_UNNOTED = ("fusion", "async-start", "call-start", "get-tuple-element", "while", "conditional", "optimization-barrier", "opt-barrier", "call")
 _THROUGH = ("async-done", "async-update", "copy-done", *(f"{kind}-done" for kind in COLLECTIVES))
 
 

@@ -55,11 +55,11 @@ def dynamic_slice(line: Line, values: Sequence[Value], devices: int) -> Value:
                 raise Unproved("it slices a dim that is made of several pieces.")
             dims[dim] = _sliced(dims[dim], local, size, first, 1)
             if size == 1:
-                hidden += [Hidden("dim", f.at, f.size, -1) for f in dims[dim] if f.size > 1 and varies(f.at)]
+                hidden += [Hidden("dim", f.at, f.size, line.order) for f in dims[dim] if f.size > 1 and varies(f.at)]
                 dims[dim] = ()
             continue
         start = np.clip(start, 0, local - size)
-        dims[dim], new = _own_block(dims[dim], local, size, start, devices)
+        dims[dim], new = _own_block(dims[dim], local, size, start, line.order)
         hidden += new
     result, remaining = _elements_to_hidden(dims, merged_hidden([tuple(hidden)]), devices)
     return Value(line.dims, result, remaining, fill=value.fill)
@@ -73,7 +73,7 @@ def _of_index(index: Value, value: Value, line: Line) -> list[Hidden]:
     return list(hidden)
 
 
-def _own_block(dim: Dim, local: int, size: int, start: np.ndarray, devices: int) -> tuple[Dim, list[Hidden]]:
+def _own_block(dim: Dim, local: int, size: int, start: np.ndarray, order: int) -> tuple[Dim, list[Hidden]]:
     """Return the part of a dim that starts at another position on each device."""
     if is_constant_along(dim):
         return tuple(factor._replace(local=size) for factor in dim[:1] if size != 1), []
@@ -81,14 +81,14 @@ def _own_block(dim: Dim, local: int, size: int, start: np.ndarray, devices: int)
         (factor,) = dim
         at, total = Positions.of(factor.at.array + start), factor.size
         if size == 1:
-            return (), [Hidden("dim", at, total, -1)]
+            return (), [Hidden("dim", at, total, order)]
         return (Factor(size, total, at),), []
     major = dim[0]
     minor = math.prod(factor.local for factor in dim[1:])
     if major.size > 0 and size % minor == 0 and not (start % minor).any():
         at = Positions.of(major.at.array + start // minor)
         if size == minor:
-            return dim[1:], [Hidden("dim", at, major.size, -1)]
+            return dim[1:], [Hidden("dim", at, major.size, order)]
         return (Factor(size // minor, major.size, at), *dim[1:]), []
     raise Unproved("each device slices a dim that is made of several pieces.")
 

@@ -48,6 +48,7 @@ class Rows(NamedTuple):
     row: Hidden
 
 
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 KEEP = ("broadcast", "reshape", "bitcast", "copy", "convert", "reduce-precision")
 _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}
 
@@ -56,6 +57,8 @@ def noted(line: Line, operands: Sequence[Value], result: Value, devices: int) ->
     """Return the result of an instruction with what is known about the numbers in it."""
     if result.faults or result.data is not None:
         return result
+    if line.opcode.removesuffix("-start") not in COLLECTIVES and (sums := _sums(line, operands)) != result.sums:
+        result = result._replace(sums=sums)
     if line.opcode in KEEP and operands:
         is_mask = dtype_of(line.shape) == "pred"
         note = operands[0].note
@@ -66,6 +69,21 @@ def noted(line: Line, operands: Sequence[Value], result: Value, devices: int) ->
     if result.note is not None:  # set by `looked_up`
         return result
     return result._replace(note=_note(line, operands, devices))
+
+
+def _sums(line: Line, operands: Sequence[Value]) -> frozenset[Positions]:
+    """Return over which groups a linear function of complete sums is a complete sum."""
+    if line.opcode in _LINEAR and operands:
+        return operands[0].sums
+    if line.opcode in ("multiply", "dot", "convolution") and len(operands) == 2:
+        return operands[0].sums | operands[1].sums
+    if line.opcode in ("add", "subtract", "concatenate", "dynamic-update-slice"):
+        terms = [operand.sums for operand in operands if not operand.zero]
+        return frozenset.intersection(*terms) if terms else frozenset()
+    return frozenset()
+
+
+_LINEAR = (*KEEP, "transpose", "slice", "dynamic-slice", "pad", "reverse", "negate", "divide", "reduce", "copy-start")
 
 
 def _note(line: Line, operands: Sequence[Value], devices: int) -> Shift | Range | None:

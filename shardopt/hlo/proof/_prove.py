@@ -17,6 +17,7 @@ from shardopt.hlo.proof._shardings import sharded
 from shardopt.hlo.proof._value import (
     Factor,
     Fault,
+    Hidden,
     Unproved,
     Value,
     Wrong,
@@ -127,14 +128,26 @@ def _faults_of_result(value: Value, declared: Value, index: int, root: int) -> f
     extra = [h for h in value.hidden if (h.at, h.count) not in expected or h.kind != "dim"]
     if not extra:
         return frozenset()
-    return frozenset(_left_over(h, index, root) for h in extra)
+    return frozenset(_left_over(h, index, root, declared=(h.at, h.count) in expected) for h in extra)
 
 
-def _left_over(hidden, index: int, root: int) -> Fault:
+def _left_over(hidden: Hidden, index: int, root: int, *, declared: bool) -> Fault:
     groups = _groups_of(hidden)
     origin = root if hidden.origin < 0 else hidden.origin
+    if declared and hidden.kind != "device":
+        reason = (
+            f"result {index} has one element of a dim on each of these devices, which use terms of a sum over them: either "
+            "they train apart, or a reduction is missing. The program alone does not tell."
+        )
+        return Fault(False, origin, reason)
     if hidden.kind == "own":
         return Fault(True, origin, "it uses the term of each device as if it were the whole sum, which is never taken.", groups)
+    if hidden.kind == "dim" and hidden.origin < 0:
+        reason = (
+            f"result {index} is declared to be the same on devices that hold different elements of an argument: right only "
+            "if these elements are equal."
+        )
+        return Fault(False, root, reason)
     if hidden.kind == "dim":
         return Fault(True, origin, f"result {index} is declared to be the same on devices that hold different elements.", groups)
     if hidden.kind == "device":
@@ -142,7 +155,7 @@ def _left_over(hidden, index: int, root: int) -> Fault:
     return Fault(True, origin, f"result {index} is a partial {hidden.kind}: the reduction over these devices is missing.", groups)
 
 
-def _groups_of(hidden) -> tuple[tuple[int, ...], ...]:
+def _groups_of(hidden: Hidden) -> tuple[tuple[int, ...], ...]:
     members: dict[int, list[int]] = {}
     for device, coordinate in enumerate(hidden.at.array.tolist()):
         members.setdefault(coordinate, []).append(device)

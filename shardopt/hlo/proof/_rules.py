@@ -21,6 +21,7 @@ from shardopt.hlo.proof._value import (
     added,
     all_multiples,
     cut,
+    determines,
     is_constant_along,
     is_whole,
     merged_hidden,
@@ -101,11 +102,13 @@ def _same_kind(line: Line, values: Sequence[Value], devices: int) -> Value:
 
 def _product(line: Line, values: Sequence[Value], devices: int) -> Value:
     dims, operands = unified_operands(values)
+    _check_blocks(operands)
     return Value(line.dims, dims, multiplied(operands, line.order))
 
 
 def _quotient(line: Line, values: Sequence[Value], devices: int) -> Value:
     dims, (dividend, divisor) = unified_operands(values)
+    _check_blocks([dividend, divisor])
     divisor = divisor._replace(hidden=used(divisor.hidden, line.order))
     return Value(line.dims, dims, multiplied([dividend, divisor], line.order))
 
@@ -114,7 +117,31 @@ def _nonlinear(line: Line, values: Sequence[Value], devices: int) -> Value:
     if not values:
         return Value(line.dims, tuple(whole(size, devices) for size in line.dims))
     dims, operands = unified_operands(_scalars_broadcast(values, line))
+    _check_blocks(operands)
     return Value(line.dims, dims, merged_hidden(used(value.hidden, line.order) for value in operands))
+
+
+def _check_blocks(operands: Sequence[Value]) -> None:
+    """A term of a reduction over the pieces of a dim, used with these pieces: one block per device, or a missing reduction."""
+    for value in operands:
+        for h in value.hidden:
+            if h.kind not in ("own", *REDUCTIONS):
+                continue
+            for other in operands:
+                for i, dim in enumerate(other.dims):
+                    for factor in dim:
+                        if (
+                            factor.size > factor.local
+                            and partition(factor.at) is partition(h.at)
+                            and is_constant_along(value.dims[i])
+                        ):
+                            raise Unproved(AMBIGUOUS)
+
+
+AMBIGUOUS = (
+    "each device uses its own part of a reduction with its own piece: either the piece is a head or a block of its own, or "
+    "a reduction over devices is missing. The program alone does not tell."
+)
 
 
 def _scalars_broadcast(values: Sequence[Value], line: Line) -> list[Value]:
@@ -341,10 +368,28 @@ def reduced(value: Value, removed: Sequence[int], kind: str, line: Line) -> tupl
                 if factor.size % factor.local or not all_multiples(factor.at, factor.local):
                     raise Unproved("it reduces a dim whose pieces overlap.")
                 count, at = factor.size // factor.local, scaled(factor.at, 1, factor.local)
-                hidden.append(Hidden(kind, at, count, line.order))
+                count, at = _within_elements(value.hidden, count, at)
+                if count > 1:
+                    hidden.append(Hidden(kind, at, count, line.order))
             elif factor.size == -1:
                 raise Unproved("it reduces positions.")
     return merged_hidden([tuple(hidden)])
+
+
+def _within_elements(hidden: tuple[Hidden, ...], count: int, at: Positions) -> tuple[int, Positions]:
+    """Return the pieces to sum for each element of the hidden dims that follow from the piece.
+
+    If every device holds one element of a dim, and the pieces of a replica's rows meet that replica's element only, then
+    the sum is over the pieces that meet the element.
+    """
+    for h in hidden:
+        if h.kind == "dim" and count % h.count == 0 and determines([at], h.at):
+            members = [np.unique(at.array[h.at.array == element]) for element in np.unique(h.at.array)]
+            if len(members) == h.count and all(len(pieces) == count // h.count for pieces in members):
+                rank = {int(piece): i for pieces in members for i, piece in enumerate(pieces)}
+                at = Positions.of(np.array([rank[int(piece)] for piece in at.array]))
+                count //= h.count
+    return count, at
 
 
 def _reduce(line: Line, values: Sequence[Value], devices: int) -> Value:
@@ -421,10 +466,7 @@ def _check_heads(value: Value, other: Value, common: Sequence[int]) -> None:
         for i, dim in enumerate(other.dims):
             for factor in dim:
                 if i not in common and factor.size > factor.local and partition(factor.at) is partition(h.at):
-                    raise Unproved(
-                        "each device uses its own part of a contraction with its own piece: either it holds one head, or a sum "
-                        "over devices is missing. The program alone does not tell."
-                    )
+                    raise Unproved(AMBIGUOUS)
 
 
 _ELEMENTWISE = (

@@ -119,6 +119,7 @@ class Value(NamedTuple):
       data: its numbers, if they are few integers that depend on no input.
       faults: why it is wrong or unknown; its dims then say nothing.
       parts: pieces along the last dim if they have different layouts; `dims` then say nothing.
+      sums: the groups over which the value is a sum that is complete: a sum over them again would count it twice.
       note: what is known about its numbers, for lookups in a table of which each device holds some rows.
     """
 
@@ -130,6 +131,7 @@ class Value(NamedTuple):
     data: Data | None = None
     faults: frozenset[Fault] = frozenset()
     parts: "tuple[Value, ...] | None" = None
+    sums: frozenset[Positions] = frozenset()
     note: "Shift | Range | Rows | None" = None
 
     @property
@@ -369,7 +371,9 @@ def _revealed(value: Value, dim: int, factor: Factor, other: Factor) -> Value | 
         return None
     at, count = scaled(other.at, 1, other.local), other.size // other.local
     for hidden in value.hidden:
-        if hidden.kind == "dim" and hidden.at is at and hidden.count == count:
+        same = hidden.kind == "dim" and hidden.at is at and hidden.count == count
+        # numbers that each device made for its own rows, such as random ones, are rows of a whole array
+        if same or (hidden.kind == "device" and determines([other.at], hidden.at)):
             remaining = tuple(h for h in value.hidden if h is not hidden)
             dims = (*value.dims[:dim], (other,), *value.dims[dim + 1 :])
             return value._replace(dims=dims, hidden=remaining)
@@ -406,7 +410,11 @@ def used(hidden: tuple[Hidden, ...], order: int) -> tuple[Hidden, ...]:
 
 
 def added(values: Sequence[Value], order: int, kind: str = "add") -> tuple[Hidden, ...]:
-    """Return the coordinates of a sum of values: all must be terms of the same reductions."""
+    """Return the coordinates of a sum of values.
+
+    All must be terms of the same reductions. A term plus a value that is whole is a number of the device's own: a later
+    sum counts the whole value several times, unless it is an average.
+    """
     terms = [value for value in values if not (kind == "add" and value.zero)]
     reductions = {partition(h.at): h for value in terms for h in pending(value)}
     changed = []
@@ -415,11 +423,8 @@ def added(values: Sequence[Value], order: int, kind: str = "add") -> tuple[Hidde
         for classes, reduction in reductions.items():
             same = [h for h in hidden if partition(h.at) is classes and h.count == reduction.count]
             if not same:
-                raise Wrong(
-                    "it adds a partial sum to a value that is whole: the sum over devices would count that value several "
-                    "times.",
-                    classes_of(reduction.at),
-                )
+                hidden = (*hidden, reduction._replace(kind="own", origin=order))
+                continue
             changed_kind = "own" if "own" in {h.kind for h in same} else reduction.kind
             if changed_kind != kind:
                 changed_kind = "own"
@@ -447,11 +452,6 @@ def multiplied(values: Sequence[Value], order: int) -> tuple[Hidden, ...]:
             )
         )
     return merged_hidden(hidden)
-
-
-def classes_of(at: Positions) -> tuple[tuple[int, ...], ...]:
-    """Return the devices with different coordinates, as one group per combination that occurs together."""
-    return (tuple(range(len(at.array))),) if varies(at) else ()
 
 
 def without_known_devices(value: Value) -> Value:
@@ -496,5 +496,6 @@ def joined(first: Value, second: Value) -> Value:
         constant=first.constant and second.constant,
         fill=fill,
         data=first.data if first.data is second.data else None,
+        sums=first.sums & second.sums,
         note=first.note if first.note == second.note else None,
     )
