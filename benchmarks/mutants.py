@@ -6,7 +6,7 @@ A mutant may still compute the same; `numpy` tells, by interpreting both.
 import math
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -437,13 +437,13 @@ def mutants(text: str, count: int, seed: int) -> Iterator[Mutant]:
                 del waiting[kind]
 
 
-def example_inputs(interpreter: Interpreter, seed: int = 0) -> list[np.ndarray]:
+def example_inputs(interpreter: Interpreter, shardings: Sequence[str], seed: int = 0) -> list[np.ndarray]:
     """Return whole arguments: moments are positive, tokens small, keys any bits."""
     draw, inputs = np.random.default_rng(seed), []
     devices = interpreter.replicas * interpreter.partitions
-    for line in interpreter.parameters:
-        words, shape = attributes(line), read_shape(line.shape)
-        name, tiles = words.get("metadata", ""), tile_of_device(words.get("sharding", "{replicated}"), len(shape.dims), devices)[-1]
+    for line, sharding in zip(interpreter.parameters, shardings, strict=True):
+        shape = read_shape(line.shape)
+        name, tiles = attributes(line).get("metadata", ""), tile_of_device(sharding, len(shape.dims), devices)[-1]
         dims = [size * count for size, count in zip(shape.dims, tiles, strict=True)]
         if shape.dtype == np.uint32:
             values = draw.integers(0, 2**31, dims)
@@ -459,10 +459,10 @@ def example_inputs(interpreter: Interpreter, seed: int = 0) -> list[np.ndarray]:
 class Judge:
     """Whether a mutant computes something else than its program."""
 
-    def __init__(self, text: str, seed: int = 0) -> None:
-        """Interpret the program."""
+    def __init__(self, text: str, shardings: Sequence[str], seed: int = 0) -> None:
+        """Interpret the program; `shardings` are those of its parameters."""
         interpreter = Interpreter(parse(text))
-        self.inputs = interpreter.shard(example_inputs(interpreter, seed))
+        self.inputs = interpreter.shard(example_inputs(interpreter, shardings, seed), shardings)
         self.results = interpreter.run(self.inputs)
 
     def change(self, text: str) -> float:
