@@ -17,6 +17,9 @@ import numpy as np
 import optax
 
 import shardopt as so
+from shardopt.hlo._hlo_text import parse
+from shardopt.hlo.proof._interpret import Interpreter
+from shardopt.hlo.proof._interpret_shards import read_shape
 from shardopt.hlo.proof._text import full_text
 from shardopt.models import gpt, moe
 from shardopt.planning import topology_devices
@@ -36,12 +39,14 @@ class Program(NamedTuple):
     Attributes:
       name: row and step.
       text: text of the partitioned module, with all constants.
-      outputs: the sharding of each result, as HLO text.
+      inputs: the sharding of each parameter, as HLO text.
+      outputs: the sharding of each result.
       mesh: mesh axis to size.
     """
 
     name: str
     text: str
+    inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     mesh: dict[str, int]
 
@@ -143,6 +148,14 @@ def compiled_programs(row: Row, platform: str = "cpu") -> Iterator[tuple[Program
 
 def program_of(name: str, compiled: Any, mesh: dict[str, int]) -> Program:
     """Return what is proved of a compiled object."""
-    outputs = zip(jax.tree.leaves(compiled.out_info), jax.tree.leaves(compiled.output_shardings), strict=True)
-    texts = tuple(str(sharding._to_xla_hlo_sharding(len(leaf.shape))) for leaf, sharding in outputs)
-    return Program(name, full_text(compiled), texts, mesh)
+    text = full_text(compiled)
+    ranks = [len(read_shape(line.shape).dims) for line in Interpreter(parse(text)).parameters]
+    inputs = _texts(ranks, compiled.input_shardings)  # without the arguments that jax drops
+    outputs = _texts([leaf.ndim for leaf in jax.tree.leaves(compiled.out_info)], compiled.output_shardings)
+    return Program(name, text, inputs, outputs, mesh)
+
+
+def _texts(ranks: list[int], shardings: Any) -> tuple[str, ...]:
+    """Return shardings as HLO text."""
+    pairs = zip(ranks, jax.tree.leaves(shardings), strict=True)
+    return tuple(str(sharding._to_xla_hlo_sharding(rank)) for rank, sharding in pairs)

@@ -66,21 +66,29 @@ def interpret(program: str | Module, inputs: Sequence[np.ndarray]) -> list[np.nd
     return Interpreter(parse(program) if isinstance(program, str) else program).run(inputs)
 
 
-def compare(program: str | Module, inputs: Sequence[np.ndarray], expected: Sequence[np.ndarray], outputs: Sequence[str]) -> list[float]:
+def compare(
+    program: str | Module,
+    inputs: Sequence[np.ndarray],
+    expected: Sequence[np.ndarray],
+    outputs: Sequence[str],
+    *,
+    input_shardings: Sequence[str] | None = None,
+) -> list[float]:
     """Return the largest error of each result of a partitioned program, relative to one device's largest number.
 
     Args:
       program: the text of a partitioned HLO module, or the parsed module.
       inputs: the whole arguments.
       expected: the whole results on one device.
-      outputs: the sharding of each result, in HLO's words, such as `{devices=[8,1]<=[8]}`.
+      outputs: the sharding of each result, as HLO text, such as `{devices=[8,1]<=[8]}`.
+      input_shardings: the sharding of each argument; by default those in the text, which XLA:TPU leaves out.
 
     Raises:
       CannotInterpretError: if it cannot interpret an instruction.
       ValueError: if copies of a shard differ between devices.
     """
     interpreter = Interpreter(parse(program) if isinstance(program, str) else program)
-    results = interpreter.run(interpreter.shard(inputs))
+    results = interpreter.run(interpreter.shard(inputs, input_shardings))
     return [
         error_between(join(shards, sharding), np.asarray(whole))
         for shards, sharding, whole in zip(results, outputs, expected, strict=True)
@@ -117,9 +125,10 @@ class Interpreter:
         lines = [line for line in self.module.computations[self.module.entry] if line.opcode == "parameter"]
         return sorted(lines, key=lambda line: int(line.rest.partition(")")[0]))
 
-    def shard(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Cut whole arguments by the shardings that the text states of the parameters."""
-        shardings = [attributes(line).get("sharding", "{replicated}") for line in self.parameters]
+    def shard(self, inputs: Sequence[np.ndarray], shardings: Sequence[str] | None = None) -> list[np.ndarray]:
+        """Cut whole arguments by shardings, by default those that the text states of the parameters."""
+        if shardings is None:
+            shardings = [attributes(line).get("sharding", "{replicated}") for line in self.parameters]
         count = self.replicas * self.partitions
         return [cut(np.asarray(value), sharding, count) for value, sharding in zip(inputs, shardings, strict=True)]
 
@@ -349,6 +358,9 @@ class Interpreter:
 
     def _custom_call(self, line: Line) -> Step:
         target = line.attributes.get("custom_call_target", "").strip('"')
+        if target == "AllocateBuffer":
+            shape = line.result
+            return lambda devices, values: np.zeros((len(devices.positions), *shape.dims), shape.dtype)
         if target not in CUSTOM_CALLS:
             raise ValueError(f"the custom call {target} is not interpreted")
         operation = CUSTOM_CALLS[target](line)

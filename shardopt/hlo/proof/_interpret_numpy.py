@@ -204,6 +204,8 @@ def shaped(line: Line) -> Operation | None:
 
 def _bitcast(line: Line) -> Operation:
     source, target = line.operand(0), line.result
+    if source.without_ones() == target.without_ones():  # tiles pad other dims then, and the order is the same
+        source, target = source._replace(tile=()), target._replace(tile=())
 
     def apply(value: np.ndarray) -> np.ndarray:
         flat = to_memory(value, source)
@@ -558,6 +560,7 @@ def orgqr(line: Line) -> Operation:
         return np.stack([function(m, t)[0] for m, t in zip(matrices, rows, strict=True)]).reshape(value.shape)
 
     return apply
+
 
 
 CUSTOM_CALLS: dict[str, Callable[[Line], Operation]] = {"TopK": top_k}

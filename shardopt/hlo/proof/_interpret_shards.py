@@ -25,6 +25,10 @@ class Shape(NamedTuple):
     order: tuple[int, ...]
     tile: tuple[int, ...]
 
+    def without_ones(self) -> list[int]:
+        """Return the dims from the slowest to the fastest in memory, without those of size 1."""
+        return [self.dims[dim] for dim in reversed(self.order) if self.dims[dim] != 1]
+
 
 @cache
 def read_shape(text: str) -> Shape:
