@@ -8,11 +8,12 @@ import numpy as np
 
 from shardopt.hlo._collective import permute_pairs, read_groups, replica_groups
 from shardopt.hlo.proof import _collectives, _indexing, _rules
+from shardopt.hlo.proof._convolution import convolution
 from shardopt.hlo.proof._lines import Groups, Line, array_shape, leaves
 from shardopt.hlo.proof._lookup import noted
 from shardopt.hlo.proof._numbers import iota, known, literal
 from shardopt.hlo.proof._parts import along
-from shardopt.hlo.proof._value import Fault, Hidden, Unproved, Value, Wrong, joined, merged_hidden, used, whole
+from shardopt.hlo.proof._value import Fault, Hidden, Unproved, Value, Wrong, joined, merged_hidden, same_everywhere, used, whole
 
 Result = Any
 """A `Value`, or a tuple of results."""
@@ -68,9 +69,12 @@ class Walk:
                 return noted(line, [o for o in operands if isinstance(o, Value)], result, self.devices)
             return result
         except Wrong as problem:
-            return faulty(line.shape, frozenset([Fault(True, line.order, problem.reason, problem.groups)]))
+            fault = Fault(True, line.order, problem.reason, problem.groups)
         except Unproved as problem:
-            return faulty(line.shape, frozenset([Fault(False, line.order, problem.reason)]))
+            fault = Fault(False, line.order, problem.reason)
+        except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
+            fault = Fault(False, line.order, f"the rule of {line.opcode} does not cover this form of it ({error!r}).")
+        return faulty(_result_shape(line), frozenset([fault]))
 
     def _line(self, line: Line, operands: Sequence[Result], shapes: Sequence[str]) -> Result:
         opcode = line.opcode
@@ -98,7 +102,7 @@ class Walk:
         if kind in COLLECTIVES:
             return self._collective(line, kind, operands)
         if faults := _faults(operands):
-            return faulty(line.shape, faults)
+            return faulty(_result_shape(line), faults)
         return self._local(line, list(operands), shapes)
 
     def _local(self, line: Line, operands: list[Value], shapes: Sequence[str]) -> Result:
@@ -149,7 +153,7 @@ class Walk:
 
     def _custom_call(self, line: Line, operands: list[Value]) -> Result:
         target = line.attributes.get("custom_call_target", "").strip('"')
-        if target in _IDENTITIES and len(operands) == 1:
+        if target in _IDENTITIES:
             return operands[0]
         if target == "TopK":
             (value,) = operands
@@ -157,7 +161,31 @@ class Walk:
             shape = array_shape(leaves(line.shape)[0])
             dims = (*mixed.dims[:-1], whole(shape[-1], self.devices))
             return (Value(shape, dims, mixed.hidden),) * 2
+        if target == "AllocateBuffer":  # the program writes all of it before it reads it
+            shape = line.dims
+            dims = tuple(same_everywhere(size, self.devices) for size in shape)
+            return Value(shape, dims, constant=True, fill=0)
+        if target.startswith("lapack_") or target in ("Cholesky", "Qr", "Eigh"):
+            return self._of_matrices(line, operands)
         raise Unproved(f"no rule covers the custom call {target}.")
+
+    def _of_matrices(self, line: Line, operands: list[Value]) -> Result:
+        """Decompositions: the last two dims are matrices, and whole; the dims before are a batch."""
+        rank = max(len(operand.shape) for operand in operands)
+        batch = next(operand for operand in operands if len(operand.shape) == rank)
+        for operand in operands:
+            if not all(_rules.is_whole(dim) for dim in operand.dims[max(len(operand.shape) - 2, 0) :]):
+                raise Unproved("it decomposes matrices of which each device holds a piece.")
+        hidden = merged_hidden(used(operand.hidden, line.order) for operand in operands)
+        results = []
+        for shape in leaves(line.shape):
+            sizes = array_shape(shape)
+            dims = tuple(
+                batch.dims[i] if i < rank - 2 and size == batch.shape[i] else whole(size, self.devices)
+                for i, size in enumerate(sizes)
+            )
+            results.append(Value(sizes, dims, hidden))
+        return tuple(results) if line.shape.startswith("(") else results[0]
 
     # loops and branches
 
@@ -201,20 +229,21 @@ class Walk:
         if kind == "collective-permute" and len(operands) != 1:
             raise Unproved("no rule covers a permute in place.")
         results = []
-        shapes = leaves(line.shape) if len(operands) > 1 else (line.shape,)
+        shape = _result_shape(line)
+        shapes = leaves(shape)
         for i, operand in enumerate(operands):
             if not isinstance(operand, Value):
                 raise Unproved(f"no rule covers {kind} of a tuple.")
             try:
                 if operand.faults:
-                    results.append(faulty(shapes[i] if len(operands) > 1 else _array_of(line), operand.faults))
+                    results.append(faulty(shapes[i], operand.faults))
                 else:
                     results.append(self._one_collective(line, kind, operand))
             except Wrong as problem:
-                results.append(operand._replace(faults=frozenset([Fault(True, line.order, problem.reason, problem.groups)])))
+                results.append(faulty(shapes[i], frozenset([Fault(True, line.order, problem.reason, problem.groups)])))
             except Unproved as problem:
-                results.append(operand._replace(faults=frozenset([Fault(False, line.order, problem.reason)])))
-        return results[0] if len(results) == 1 and not line.shape.startswith("(") or line.opcode.endswith("-start") and len(results) == 1 else tuple(results)
+                results.append(faulty(shapes[i], frozenset([Fault(False, line.order, problem.reason)])))
+        return tuple(results) if shape.startswith("(") else results[0]
 
     def _one_collective(self, line: Line, kind: str, value: Value) -> Value:
         if kind == "collective-permute":
@@ -269,16 +298,22 @@ class Walk:
         return (element,) * n
 
 
-def _array_of(line: Line) -> str:
-    return leaves(line.shape)[-1] if line.opcode.endswith("-start") else line.shape
+def _result_shape(line: Line) -> str:
+    """Return the shape of the results: that of a `-start` also has its operands and contexts."""
+    if not line.opcode.endswith("-start") or not line.shape.startswith("("):
+        return line.shape
+    if line.opcode == "copy-start":
+        return leaves(line.shape)[0]
+    return line.shape if line.opcode in ("all-reduce-start", "async-start", "call-start") else leaves(line.shape)[1]
 
 
 _SPECIAL = {
     "dynamic-slice": _indexing.dynamic_slice,
     "dynamic-update-slice": _indexing.dynamic_update_slice,
     "gather": _indexing.gather,
+    "convolution": convolution,
 }
-_IDENTITIES = ("Sharding", "MoveToHost", "MoveToDevice", "annotate_device_placement", "LayoutConstraint")
+_IDENTITIES = ("Sharding", "MoveToHost", "MoveToDevice", "annotate_device_placement", "LayoutConstraint", "AssumeGatherIndicesInBound")
 
 
 def faulty(shape: str, faults: frozenset[Fault]) -> Result:

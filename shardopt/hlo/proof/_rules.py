@@ -472,7 +472,7 @@ def _check_heads(value: Value, other: Value, common: Sequence[int]) -> None:
 _ELEMENTWISE = (
     "exponential exponential-minus-one log log-plus-one tanh logistic sqrt rsqrt cbrt power sine cosine tan abs sign "
     "floor ceil round-nearest-even round-nearest-afz is-finite not xor compare atan2 remainder shift-left "
-    "shift-right-logical shift-right-arithmetic popcnt clz erf clamp stochastic-convert bitcast-convert"
+    "shift-right-logical shift-right-arithmetic popcnt clz erf clamp mulhi stochastic-convert bitcast-convert"
 ).split()
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE, _nonlinear),
