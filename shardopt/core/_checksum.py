@@ -78,7 +78,13 @@ def _words(x: jax.Array) -> list[jax.Array]:
         x = jax.random.key_data(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return [*_words(x.real), *_words(x.imag)]
-    bits = 8 if x.dtype == bool else jnp.iinfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo(x.dtype).bits
+    bits = (
+        8
+        if x.dtype == bool
+        else jnp.iinfo(x.dtype).bits
+        if jnp.issubdtype(x.dtype, jnp.integer)
+        else jnp.finfo(x.dtype).bits
+    )
     if x.dtype == bool or (bits < 8 and jnp.issubdtype(x.dtype, jnp.integer)):
         return [x.astype(jnp.int8).astype(jnp.uint32)]
     if bits == 64:

@@ -64,7 +64,9 @@ def pipelined_gradients(
         outer_grads = reduce_scatter_grads(config.wire, outer_grads, outer_plans)
     next_block, next_outer = iter(block_grads), iter(outer_grads)
     grads = [next(next_block if plan.stacked else next_outer) for plan in layout.trained]
-    if config.sums:  # gradients that the placement shards are reduced already, so their sums would say nothing of a device
+    if (
+        config.sums
+    ):  # gradients that the placement shards are reduced already, so their sums would say nothing of a device
         grads.append(to_limbs(checksum_of([] if config.placement.grads else grads)))
     return grads, sums.parts
 

@@ -99,7 +99,11 @@ def make_step(
         params, opt_state = apply_update(config, layout, state.params, opt_state, gradients, value_fn(state, batch))
         params = all_gather_params(config, layout, params)
         opt_state = _join_opt_state(config, layout, opt_state, gradients.reducer)
-        return TrainState(state.step + 1, params, opt_state, state.rng), metrics_of(config, layout, gradients), gradients
+        return (
+            TrainState(state.step + 1, params, opt_state, state.rng),
+            metrics_of(config, layout, gradients),
+            gradients,
+        )
 
     return step
 

@@ -5,8 +5,8 @@ writes. The same program compiled for devices in another order gives each device
 the sums of both runs are equal, position by position, unless a device computes wrong.
 """
 
-import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -68,12 +68,12 @@ class VerifiedStep(NamedTuple):
     Attributes:
       config: of the strategy.
       layout: of the parameters.
-      programs: the compiled programs by shift.
+      programs: the compiled programs by shift; None: the program that only sums a state.
     """
 
     config: StrategyConfig
     layout: Layout
-    programs: dict[int, AotCompiled]
+    programs: dict[int | None, AotCompiled]
 
     def run(self, state: TrainState, batch: PyTree, shift: int = 0) -> tuple[TrainState, Metrics, Evidence]:
         """Take a step on the devices rolled by `shift`; keep the state. The batch is placed.
@@ -83,8 +83,7 @@ class VerifiedStep(NamedTuple):
         if shift:
             state, batch = moved(self.config, (state, batch), shift)
         state, metrics, sums = self.program(shift)(state, batch)
-        words = np.asarray(jax.device_get(sums)).astype(np.uint64)
-        return state, values(metrics), Evidence(shift, self.columns, words[..., 0] << np.uint64(32) | words[..., 1])
+        return state, values(metrics), Evidence(shift, self.columns, _as_uint64(sums))
 
     def program(self, shift: int) -> AotCompiled:
         """Return the program of a shift."""
@@ -104,6 +103,26 @@ class VerifiedStep(NamedTuple):
             *(Column(REDUCTION, copies) for copies in grads),
             *(Column(UPDATE, copies) for copies in state),
         )
+
+
+def state_sums(verified: VerifiedStep, state: TrainState) -> np.ndarray:
+    """Return the sums of a state, uint64[positions, columns], as the columns of `STATE`."""
+    config, specs = verified.config, _flat_specs(verified.layout.specs)
+    if None not in verified.programs:
+
+        def run(state: TrainState, _: None) -> jax.Array:
+            return sums_of(config, jax.tree.leaves(state), specs)
+
+        replicated = config.home.shardings(PartitionSpec())
+        verified.programs[None] = make_program(
+            config, run, (shardings(config.mesh, verified.layout.specs), None), replicated
+        )
+    return _as_uint64(verified.programs[None](state, None))
+
+
+def _as_uint64(sums: jax.Array) -> np.ndarray:
+    words = np.asarray(jax.device_get(sums)).astype(np.uint64)
+    return words[..., 0] << np.uint64(32) | words[..., 1]
 
 
 def rolled(config: StrategyConfig, shift: int) -> StrategyConfig:
@@ -133,7 +152,9 @@ def compile_with_sums(config: StrategyConfig, layout: Layout) -> AotCompiled:
         reduced = sums_of(config, [*jax.tree.leaves(gradients.grads), *scalars], specs)
         after = sums_of(config, jax.tree.leaves(new_state), state_specs)
         own = jnp.zeros((config.mesh.size, 1, 2), jnp.uint32)
-        if gradients.sums is not None:  # one for each group of devices along tensor, which is the last axis but for replicas
+        if (
+            gradients.sums is not None
+        ):  # one for each group of devices along tensor, which is the last axis but for replicas
             own = _for_each_position(config.mesh, gradients.sums)
         return new_state, metrics, jnp.concatenate([before, own, reduced, after], axis=1)
 
@@ -161,7 +182,9 @@ def sums_of(config: StrategyConfig, leaves: Sequence[jax.Array], specs: Sequence
         totals = {copies: jnp.zeros(2, jnp.uint32) for copies in sets}
         for number, (shard, leaf, spec) in enumerate(zip(shards, leaves, specs, strict=True)):
             (copies,) = _copies(config, [spec])
-            total = checksum(shard, [_start(entry, size) for entry, size in zip(spec, shard.shape, strict=False)], leaf.shape)
+            total = checksum(
+                shard, [_start(entry, size) for entry, size in zip(spec, shard.shape, strict=False)], leaf.shape
+            )
             totals[copies] = totals[copies] + joined([total], [number])
         return jnp.stack(list(totals.values()))[None]
 
@@ -197,9 +220,9 @@ def moved(config: StrategyConfig, tree: PyTree, shift: int) -> PyTree:
     leaves, treedef = jax.tree.flatten(tree)
     arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     target = _rolled_mesh(config.home.mesh, shift)
-    sent = move_program(config.home.auto, [leaves[i] for i in arrays], shift)(
-        *[_on_auto_axes(leaves[i]) for i in arrays]
-    )
+    specs = tuple(_spec(leaves[i]) for i in arrays)
+    with jax.set_mesh(None):
+        sent = move_program(config.home.auto, specs, shift)(*[_on_auto_axes(leaves[i]) for i in arrays])
     for i, leaf in zip(arrays, sent, strict=True):
         sharding = NamedSharding(target, _spec(leaves[i]))
         shards = [shard.data for shard in leaf.addressable_shards]
@@ -207,16 +230,16 @@ def moved(config: StrategyConfig, tree: PyTree, shift: int) -> PyTree:
     return treedef.unflatten(leaves)
 
 
-def move_program(mesh: Mesh, leaves: Sequence[jax.Array], shift: int) -> Callable[..., list[jax.Array]]:
+@functools.lru_cache(maxsize=32)
+def move_program(mesh: Mesh, specs: tuple[PartitionSpec, ...], shift: int) -> jax.stages.Wrapped:
     """Return the jitted function that sends each shard to the device `shift` positions before, by a permute."""
     size = mesh.size
     pairs = [(position, (position - shift) % size) for position in range(size)]
-    specs = [_spec(leaf) for leaf in leaves]
 
     def send(*shards: jax.Array) -> list[jax.Array]:
         return [jax.lax.ppermute(shard, mesh.axis_names, pairs) for shard in shards]
 
-    return jax.jit(jax.shard_map(send, mesh=mesh, in_specs=tuple(specs), out_specs=specs, check_vma=False))
+    return jax.jit(jax.shard_map(send, mesh=mesh, in_specs=specs, out_specs=list(specs), check_vma=False))
 
 
 def _spec(leaf: jax.Array) -> PartitionSpec:
