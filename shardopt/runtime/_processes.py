@@ -159,7 +159,7 @@ def use_exit_codes() -> None:
             atexit._run_exitfuncs()
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(error.exit_code)
+            os._exit(getattr(error, "exit_code", 1))
 
     sys.excepthook = hook
 

@@ -52,7 +52,10 @@ def make_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Grad
     def local(params, batch, step, rng, reducer_state):
         params = [_unstack(config, x) for x in params]
         grads, parts = differentiate(config, layout, params, batch, step, rng)
-        sums = from_limbs(grads.pop()).reshape(*[1 for _ in per_device_axes], 2) if config.sums else None
+        sums = None
+        if config.sums:
+            sums = from_limbs(grads.pop()) + checksum_of(jax.tree.leaves(parts.loss))
+            sums = sums.reshape(*[1 for _ in per_device_axes], 2)
         parts = sum_parts(parts, config.axes)
         grads, reducer_state = _reduce(config, layout, grads, parts.loss, reducer_state)
         return *jax.tree.map(lambda x: _stack(config, x), (grads, parts)), reducer_state, sums

@@ -27,10 +27,11 @@ from shardopt.step._gradients import grad_specs
 from shardopt.step._optimizer import Metrics
 from shardopt.step._step import make_step
 
-STATE, GRADIENT, REDUCTION, UPDATE = PHASES = (
+STATE, GRADIENT, REDUCTION, METRICS, UPDATE = (
     "the state before the step",
     "the gradient of its own rows",
     "the reduction of the gradients",
+    "the loss and the metrics",
     "the update",
 )
 """What a device reads, computes and writes in a step, in order."""
@@ -40,7 +41,7 @@ class Column(NamedTuple):
     """A sum that each device sends.
 
     Attributes:
-      phase: one of `PHASES`.
+      phase: `STATE`, `GRADIENT`, `REDUCTION`, `METRICS` or `UPDATE`.
       copies: the mesh axes along which the summed arrays are copies, which must be equal.
     """
 
@@ -96,11 +97,12 @@ class VerifiedStep(NamedTuple):
         """The columns of the sums."""
         config, layout = self.config, self.layout
         state = _copies(config, _flat_specs(layout.specs))
-        grads = dict.fromkeys([*_copies(config, grad_specs(config, layout)), _copies(config, [PartitionSpec()])[0]])
+        grads = _copies(config, grad_specs(config, layout))
         return (
             *(Column(STATE, copies) for copies in state),
             Column(GRADIENT),
             *(Column(REDUCTION, copies) for copies in grads),
+            Column(METRICS, *_copies(config, [PartitionSpec()])),
             *(Column(UPDATE, copies) for copies in state),
         )
 
@@ -148,15 +150,15 @@ def compile_with_sums(config: StrategyConfig, layout: Layout) -> AotCompiled:
         before = sums_of(config, jax.tree.leaves(state), state_specs)
         new_state, metrics, gradients = take_step(state, batch)
         scalars = jax.tree.leaves((gradients.loss, metrics))
-        specs = [*grad_specs(config, layout), *[PartitionSpec()] * len(scalars)]
-        reduced = sums_of(config, [*jax.tree.leaves(gradients.grads), *scalars], specs)
+        reduced = sums_of(config, jax.tree.leaves(gradients.grads), grad_specs(config, layout))
+        reported = sums_of(config, scalars, [PartitionSpec()] * len(scalars))
         after = sums_of(config, jax.tree.leaves(new_state), state_specs)
         own = jnp.zeros((config.mesh.size, 1, 2), jnp.uint32)
         if (
             gradients.sums is not None
         ):  # one for each group of devices along tensor, which is the last axis but for replicas
             own = _for_each_position(config.mesh, gradients.sums)
-        return new_state, metrics, jnp.concatenate([before, own, reduced, after], axis=1)
+        return new_state, metrics, jnp.concatenate([before, own, reduced, reported, after], axis=1)
 
     in_shardings, out_shardings = shardings(config.mesh, layout.specs), config.home.shardings(layout.specs)
     replicated = config.home.shardings(PartitionSpec())
