@@ -132,8 +132,12 @@ def cost_part(output):
         logits = x @ outer["table"].T
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
-    shapes = {**{name: (blocks, width, width) for name in "qkvo"}, "up": (blocks, width, 4 * width), "down": (blocks, 4 * width, width)}
-    abstract = lambda shape: jnp.zeros(shape, jnp.float32)  # noqa: E731
+    shapes = {
+        **dict.fromkeys("qkvo", (blocks, width, width)),
+        "up": (blocks, width, 4 * width),
+        "down": (blocks, 4 * width, width),
+    }
+    abstract = lambda shape: jnp.zeros(shape, jnp.float32)
     params = {"blocks": {name: abstract(shape) for name, shape in shapes.items()}, "table": abstract((vocab, width))}
     batch = np.zeros((rows, length + 1), np.int32)
     for name, make in (("ddp", so.ddp), ("zero1", lambda *a: so.zero(*a, stage=1)), ("fsdp", so.fsdp)):

@@ -2,10 +2,11 @@
 
 A sum is two uint32 numbers, because jax has no 64-bit integers by default. Element p of an array has the bits b_p, and
 
-    first = sum_p (2 p + 1) b_p,    second = sum_p m(p) b_p    (both modulo 2^32, with a scrambled odd m(p)).
+    first = sum_p f(b_p ^ f(p)),    second = sum_p g(f(b_p ^ f(p)) + p)    (both modulo 2^32)
 
-Both weights are odd, so a single changed element always changes both numbers. Exchanged elements have other weights. The
-sums of the shards of an array add up to the sum of the array, in any order, if p counts the elements of the whole array.
+with bijections f and g that look random. So a single changed element always changes both numbers, and other changes go
+unseen with probability 2^-64. (A product with an odd weight is not enough: two changed sign bits cancel.) The sums of the
+shards of an array add up to the sum of the array, in any order, if p counts the elements of the whole array.
 """
 
 from collections.abc import Sequence
@@ -42,8 +43,9 @@ def checksum(x: jax.Array, starts: Sequence[ArrayLike] = (), shape: Sequence[int
         stride *= shape[dim]
     for number, word in enumerate(words):
         place = position * np.uint32(len(words)) + np.uint32(number)
-        weights = place * np.uint32(2) + np.uint32(1), _scrambled(place) | np.uint32(1)
-        total = total + jnp.stack([jnp.sum(word * weight, dtype=jnp.uint32) for weight in weights])
+        first = _scrambled(word ^ _scrambled(place, *_F), *_F)
+        second = _scrambled(first + place, *_G)
+        total = total + jnp.stack([jnp.sum(x, dtype=jnp.uint32) for x in (first, second)])
     return total
 
 
@@ -62,14 +64,12 @@ def joined(sums: Sequence[jax.Array], numbers: Sequence[int] | None = None) -> j
 
 def to_limbs(total: jax.Array) -> jax.Array:
     """Return a sum as float32[8], which may be added like a gradient."""
-    shifts = np.arange(0, 32, 8, dtype=np.uint32)
-    return ((total[:, None] >> shifts) & np.uint32(255)).astype(jnp.float32).reshape(LIMBS)
+    return ((total[:, None] >> _SHIFTS) & np.uint32(255)).astype(jnp.float32).reshape(LIMBS)
 
 
 def from_limbs(limbs: jax.Array) -> jax.Array:
     """Return the sum whose limbs were added."""
-    shifts = np.arange(0, 32, 8, dtype=np.uint32)
-    return jnp.sum(limbs.reshape(2, 4).astype(jnp.uint32) << shifts, axis=1, dtype=jnp.uint32)
+    return jnp.sum(limbs.reshape(2, 4).astype(jnp.uint32) << _SHIFTS, axis=1, dtype=jnp.uint32)
 
 
 def _words(x: jax.Array) -> list[jax.Array]:
@@ -95,7 +95,14 @@ def _words(x: jax.Array) -> list[jax.Array]:
     return [jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits}")).astype(jnp.uint32)]
 
 
-def _scrambled(place: jax.Array) -> jax.Array:
-    """Return numbers that look random, one for each place: two rounds of xorshift and multiplication."""
-    place = (place ^ (place >> np.uint32(16))) * np.uint32(0x7FEB352D)
-    return (place ^ (place >> np.uint32(15))) * np.uint32(0x846CA68B)
+_F = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
+_G = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
+"""Factors of the two bijections: those of Chris Wellons' lowbias32, and of MurmurHash3."""
+_SHIFTS = np.arange(0, 32, 8, dtype=np.uint32)[None]
+
+
+def _scrambled(x: jax.Array, factor: np.uint32, other_factor: np.uint32) -> jax.Array:
+    """Return numbers that look random, another one for each x: xorshifts and products with odd factors."""
+    x = (x ^ (x >> np.uint32(16))) * factor
+    x = (x ^ (x >> np.uint32(15))) * other_factor
+    return x ^ (x >> np.uint32(16))

@@ -27,12 +27,13 @@ from shardopt.step._gradients import grad_specs
 from shardopt.step._optimizer import Metrics
 from shardopt.step._step import make_step
 
-STATE, GRADIENT, REDUCTION, METRICS, UPDATE = (
+STATE, GRADIENT, REDUCTION, METRICS, UPDATE, WRITTEN = (
     "the state before the step",
     "the gradient of its own rows",
     "the reduction of the gradients",
     "the loss and the metrics",
     "the update",
+    "the state after the step",
 )
 """What a device reads, computes and writes in a step, in order."""
 
@@ -41,7 +42,7 @@ class Column(NamedTuple):
     """A sum that each device sends.
 
     Attributes:
-      phase: `STATE`, `GRADIENT`, `REDUCTION`, `METRICS` or `UPDATE`.
+      phase: `STATE`, `GRADIENT`, `REDUCTION`, `METRICS`, `UPDATE` or `WRITTEN`.
       copies: the mesh axes along which the summed arrays are copies, which must be equal.
     """
 
@@ -103,7 +104,8 @@ class VerifiedStep(NamedTuple):
             Column(GRADIENT),
             *(Column(REDUCTION, copies) for copies in grads),
             Column(METRICS, *_copies(config, [PartitionSpec()])),
-            *(Column(UPDATE, copies) for copies in state),
+            *(Column(UPDATE, copies) for copies in _copies(config, _updated_specs(config, layout))),
+            *(Column(WRITTEN, copies) for copies in state),
         )
 
 
@@ -148,17 +150,19 @@ def compile_with_sums(config: StrategyConfig, layout: Layout) -> AotCompiled:
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree, jax.Array]:
         before = sums_of(config, jax.tree.leaves(state), state_specs)
-        new_state, metrics, gradients = take_step(state, batch)
+        new_state, metrics, gradients, updated = take_step(state, batch)
         scalars = jax.tree.leaves((gradients.loss, metrics))
         reduced = sums_of(config, jax.tree.leaves(gradients.grads), grad_specs(config, layout))
         reported = sums_of(config, scalars, [PartitionSpec()] * len(scalars))
+        # ZeRO 1 and 2 gather the updated shards: a wrong one would then be wrong on all devices.
+        shards = sums_of(config, layout.treedef.flatten_up_to(updated), _updated_specs(config, layout))
         after = sums_of(config, jax.tree.leaves(new_state), state_specs)
         own = jnp.zeros((config.mesh.size, 1, 2), jnp.uint32)
         if (
             gradients.sums is not None
         ):  # one for each group of devices along tensor, which is the last axis but for replicas
             own = _for_each_position(config.mesh, gradients.sums)
-        return new_state, metrics, jnp.concatenate([before, own, reduced, reported, after], axis=1)
+        return new_state, metrics, jnp.concatenate([before, own, reduced, reported, shards, after], axis=1)
 
     in_shardings, out_shardings = shardings(config.mesh, layout.specs), config.home.shardings(layout.specs)
     replicated = config.home.shardings(PartitionSpec())
@@ -211,6 +215,12 @@ def _copies(config: StrategyConfig, specs: Sequence[PartitionSpec]) -> list[tupl
             tuple(axis for axis, size in sizes.items() if size > 1 and axis not in spec_axes(spec)) for spec in specs
         )
     )
+
+
+def _updated_specs(config: StrategyConfig, layout: Layout) -> list[PartitionSpec]:
+    """Return the specs of the parameters as the update leaves them."""
+    placement = config.placement
+    return [plan.spec(sharded=placement.opt_state if plan.trainable else placement.params) for plan in layout.plans]
 
 
 def _flat_specs(specs: PyTree) -> list[PartitionSpec]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardopt.step._verified import STATE, UPDATE, Column, Evidence
+from shardopt.step._verified import STATE, WRITTEN, Column, Evidence
 
 NAMED, ONE_OF, UNKNOWN, NOT_DETERMINISTIC = "named", "one of", "unknown", "not deterministic"
 
@@ -46,9 +46,9 @@ def judge(runs: Sequence[Evidence], sizes: Mapping[str, int], recorded: np.ndarr
     return None
 
 
-def after_update(run: Evidence) -> np.ndarray:
+def written(run: Evidence) -> np.ndarray:
     """Return the sums of the state that a run wrote, to be `recorded` in the next step."""
-    return run.sums[:, [i for i, column in enumerate(run.columns) if column.phase == UPDATE]]
+    return run.sums[:, [i for i, column in enumerate(run.columns) if column.phase == WRITTEN]]
 
 
 def total(sums: np.ndarray, columns: Sequence[Column], sizes: Mapping[str, int]) -> tuple[int, int]:

@@ -20,9 +20,9 @@ from shardopt.training._verdict import (
     NOT_DETERMINISTIC,
     ONE_OF,
     Verdict,
-    after_update,
     judge,
     total,
+    written,
 )
 
 REPLAYS = (0, 1, 2)
@@ -100,7 +100,7 @@ class Verification:
             self._fail(
                 judge(runs, sizes, recorded) or verdict, step, f"step {step} (batch {position}, both counted from 0)"
             )
-        self.recorded = step + 1, after_update(first)
+        self.recorded = step + 1, written(first)
         return new_state, metrics
 
     def forget(self) -> None:

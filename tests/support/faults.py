@@ -146,7 +146,9 @@ def install(patch, break_function):
 
         def run(codes, leaves):
             count = len(leaves)
-            return [at_site("update", x, codes[0], i, count) if x.dtype == jnp.float32 else x for i, x in enumerate(leaves)]
+            return [
+                at_site("update", x, codes[0], i, count) if x.dtype == jnp.float32 else x for i, x in enumerate(leaves)
+            ]
 
         rows = jax.sharding.PartitionSpec(config.axes.rows)
         run = jax.shard_map(run, mesh=config.mesh, in_specs=(rows, specs), out_specs=specs, check_vma=False)
