@@ -59,19 +59,10 @@ class CompiledStep(NamedTuple):
 
 def compile_step(config: StrategyConfig, layout: Layout) -> CompiledStep:
     """Return the programs of a synchronous strategy."""
-    differentiate, loss = make_gradients(config, layout), make_loss(config, layout)
-
-    def value_fn(state: TrainState, batch: PyTree) -> Callable[[PyTree], jax.Array]:
-        return lambda params: loss(params, batch, state.step, state.rng)[0]
+    take_step = make_step(config, layout)
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array | Metric]]:
-        opt_state, reducer_state = _split_opt_state(config, layout, state.opt_state)
-        # This phase all-gathers the parameters where the loss reads them, differentiates, and reduces the gradients.
-        gradients = differentiate(state.params, batch, state.step, state.rng, reducer_state)
-        params, opt_state = apply_update(config, layout, state.params, opt_state, gradients, value_fn(state, batch))
-        params = all_gather_params(config, layout, params)
-        opt_state = _join_opt_state(config, layout, opt_state, gradients.reducer)
-        return TrainState(state.step + 1, params, opt_state, state.rng), metrics_of(config, layout, gradients)
+        return take_step(state, batch)[:2]
 
     out_shardings, in_shardings = (
         on_host(config.update.offload, layout.abstract, state_shardings)
@@ -90,6 +81,28 @@ def compile_step(config: StrategyConfig, layout: Layout) -> CompiledStep:
         evaluate=compile_evaluate(config, layout),
         synchronize=jax.block_until_ready,
     )
+
+
+def make_step(
+    config: StrategyConfig, layout: Layout
+) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, jax.Array | Metric], Gradients, PyTree]]:
+    """Return the step `(state, batch) -> (state, metrics, gradients, parameters before their gather)`, to be compiled."""
+    differentiate, loss = make_gradients(config, layout), make_loss(config, layout)
+
+    def value_fn(state: TrainState, batch: PyTree) -> Callable[[PyTree], jax.Array]:
+        return lambda params: loss(params, batch, state.step, state.rng)[0]
+
+    def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array | Metric], Gradients, PyTree]:
+        opt_state, reducer_state = _split_opt_state(config, layout, state.opt_state)
+        # This phase all-gathers the parameters where the loss reads them, differentiates, and reduces the gradients.
+        gradients = differentiate(state.params, batch, state.step, state.rng, reducer_state)
+        updated, opt_state = apply_update(config, layout, state.params, opt_state, gradients, value_fn(state, batch))
+        params = all_gather_params(config, layout, updated)
+        opt_state = _join_opt_state(config, layout, opt_state, gradients.reducer)
+        new_state = TrainState(state.step + 1, params, opt_state, state.rng)
+        return new_state, metrics_of(config, layout, gradients), gradients, updated
+
+    return step
 
 
 def metrics_of(config: StrategyConfig, layout: Layout, gradients: Gradients) -> dict[str, jax.Array | Metric]:

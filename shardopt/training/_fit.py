@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from shardopt.checkpoint._checkpoints import Checkpoints
+from shardopt.checkpoint._sums import LeafSums
 from shardopt.core._arguments import check_count, check_flag
 from shardopt.core._early_stopping import (
     EarlyStopping,
@@ -49,6 +50,7 @@ from shardopt.training._resume import (
 )
 from shardopt.training._spikes import MOST_ROLLBACKS, Spikes, spikes_of
 from shardopt.training._tolerance import tolerated
+from shardopt.training._verify import Verification, verification_of
 
 
 class FitResult(NamedTuple):
@@ -93,6 +95,7 @@ def fit(
     on_nonfinite: Literal["raise", "skip"] = "raise",
     on_spike: Literal["skip", "rollback"] | None = None,
     profile: tuple[int, int] | None = None,
+    verify_every: int | None = None,
 ) -> FitResult:
     """Train until `num_steps` total steps are taken, or something ends the run earlier.
 
@@ -119,6 +122,9 @@ def fit(
     **Local updates** (`local_sgd`, `diloco`). Evaluations during the run use `state.params` as last synchronized. The
     returned state is `opt.synchronize` of the last state, and the last evaluation uses it. Checkpoints hold states
     before synchronization, so a resumed run equals an unbroken one.
+
+    **Silent corruption.** With `verify_every` a run restores only a snapshot or checkpoint whose sums are right. A damaged
+    checkpoint is renamed to `<step>.damaged`, and the next copy is used.
 
     **Several processes.** All call `fit` with the same arguments and draw the same number of batches. A signal or early
     stopping on one process stops all at the same step. The first process shows progress and writes logs.
@@ -150,6 +156,9 @@ def fit(
       profile: (first, count): record a profile of `count` steps from step `first`, counted from 0, in the folder "profile"
         of the checkpoints, or of the working directory. Each process records its devices. Step n has the annotation
         "train" with the number n. SIGUSR1 to a process records a profile of its next five steps.
+      verify_every: steps between verified steps. Such a step is computed on two devices each, and sums of the bits are
+        compared. The step before each save and the last step are verified too. A difference ends the run before the
+        state is used or saved. It costs another step, and memory for two more states. By default no step is verified.
 
     Returns:
       A `FitResult`.
@@ -159,6 +168,8 @@ def fit(
         infinite. It is not raised for a step that `optax.apply_if_finite` or `so.transforms.skip_anomalies` skipped,
         until more of them than these allow come in a row. A skipped step is shown and logged with its batch. Or if a run
         cannot go back from a spike.
+      SilentCorruptionError: if a verified step, or the copies of a state, differ between devices. The process ends with
+        code 117 if one of its devices is at fault, and `shardopt launch` goes on without it.
       TypeError: if an argument is of the wrong kind, or `evaluate` does not return a dict of numbers.
       ValueError: if one of these is true:
 
@@ -168,6 +179,7 @@ def fit(
         - a metric is not a scalar, or `evaluate` returns the name of a training metric;
         - early stopping watches an unknown metric;
         - `on_nonfinite` or `on_spike` asks for what the optimizer or the checkpoints cannot do;
+        - `verify_every` is given, and a step cannot be computed on two devices;
         - a run with local updates would end before the first synchronization, or early stopping would end it between
           two.
 
@@ -196,8 +208,20 @@ def fit(
     abstract_state = opt.abstract_state(state.shapes()) if isinstance(state, DeferredInit) else state
     spikes = spikes_of(opt, abstract_state.opt_state, on_nonfinite, on_spike, checkpoints)
     del abstract_state  # a step donates the state
+    verification = verification_of(opt, verify_every, checkpoints, num_steps)
 
-    run = _Run(opt, num_steps, evaluate, evaluate_every, early_stopping, checkpoints, log_every, agree_every, spikes)
+    run = _Run(
+        opt,
+        num_steps,
+        evaluate,
+        evaluate_every,
+        early_stopping,
+        checkpoints,
+        log_every,
+        agree_every,
+        spikes,
+        verification,
+    )
     with ExitStack() as cleanup:
         run.start(cleanup, state, batches, log, progress=progress)
         run.profiler = Profiler(_profile_folder(checkpoints), profile, run.display.say)
@@ -228,6 +252,7 @@ class _Run:
     log_every: int
     agree_every: int
     spikes: Spikes | None
+    verification: Verification | None
 
     def start(
         self,
@@ -250,7 +275,14 @@ class _Run:
         self.stream, self.meter, self.loggers = Stream(batches), self.new_meter(), as_loggers(log)
         self.history: list[dict[str, float]] = []
         self.state, self.stopping_state = begin(
-            self.opt, state, self.stream, self.early_stopping, self.checkpoints, self.display.say, self.spikes
+            self.opt,
+            state,
+            self.stream,
+            self.early_stopping,
+            self.checkpoints,
+            self.display.say,
+            self.spikes,
+            falls_back=self.verification is not None,
         )
         self.step, self.local_updates = int(jax.device_get(self.state.step)), self.opt.config.local_updates is not None
         self.saved_step = None if self.checkpoints is None else self.checkpoints.latest()
@@ -278,7 +310,11 @@ class _Run:
         batch = as_arrays("fit", batch)
         self.ledger.enter("step")
         with self.profiler.before(self.step):
-            self.state, device_metrics = self.opt.step(self.state, batch)
+            if self.verification is not None and self.verification.due(self.step):
+                position = self.stream.drawn - 1
+                self.state, device_metrics = self.verification.take_step(self.state, batch, self.step, position)
+            else:
+                self.state, device_metrics = self.opt.step(self.state, batch)
         self.profiler.after(self.step, device_metrics)
         self.step += 1
         step, checkpoints, evaluate_every = self.step, self.checkpoints, self.evaluate_every
@@ -331,7 +367,7 @@ class _Run:
         if self.snapshotting and self.checkpoints is not None:
             self.check_finite(metrics)
             extra = pack(self.stream, self.early_stopping, self.stopping_state, self.spikes)
-            self.checkpoints.save_in_memory(self.state, step=self.step, extra=extra)
+            self.checkpoints.save_in_memory(self.state, step=self.step, extra=extra, **self.sums_to_save())
         self.meter.restart()
 
     def agree(self) -> None:
@@ -370,7 +406,8 @@ class _Run:
         if self.spikes is None or (spike := self.spikes.found) is None or self.checkpoints is None:
             return False
         self.ledger.enter("checkpoint")
-        restored = restore_newest(self.opt, self.state, self.checkpoints)
+        falls_back = self.verification is not None
+        restored = restore_newest(self.opt, self.state, self.checkpoints, self.display.say, falls_back=falls_back)
         values = ", ".join(f"{name} {value:.4g}" for name, value in spike.values.items())
         text = f"spike at step {spike.step - 1} (batch {spike.position}, both counted from 0): {values}"
         if restored is None or self.spikes.rollbacks.get(restored[0], 0) == MOST_ROLLBACKS:
@@ -380,6 +417,8 @@ class _Run:
             error_text = format_error("fit", problem, fix=fix)
             raise NonFiniteLossError(error_text, step=spike.step - 1, position=spike.position)
         self.step, self.state, extra = restored
+        if self.verification is not None:
+            self.verification.forget()
         self.spikes.rollbacks = {self.step: self.spikes.rollbacks.get(self.step, 0) + 1}
         self.spikes.restore(extra.get("spikes"))
         saved_stopping = extra.get("early_stopping")
@@ -428,8 +467,12 @@ class _Run:
     def save(self, metrics: dict[str, float]) -> None:
         if self.checkpoints is not None and self.saved_step != self.step:
             extra = pack(self.stream, self.early_stopping, self.stopping_state, self.spikes)
-            self.checkpoints.save(self.state, step=self.step, metrics=metrics, extra=extra)
+            self.checkpoints.save(self.state, step=self.step, metrics=metrics, extra=extra, **self.sums_to_save())
             self.saved_step = self.step
+
+    def sums_to_save(self) -> dict[str, LeafSums]:
+        """Return the sums of the state as an argument of `save`, after comparing it with the last verified step."""
+        return {} if self.verification is None else {"sums": self.verification.sums_to_save(self.state, self.step)}
 
 
 _PROBE_EVERY = 10
