@@ -150,7 +150,7 @@ def compile_with_sums(config: StrategyConfig, layout: Layout) -> AotCompiled:
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree, jax.Array]:
         before = sums_of(config, jax.tree.leaves(state), state_specs)
-        new_state, metrics, gradients, updated = take_step(state, batch)
+        new_state, metrics, gradients, updated, _ = take_step(state, batch)
         scalars = jax.tree.leaves((gradients.loss, metrics))
         reduced = sums_of(config, jax.tree.leaves(gradients.grads), grad_specs(config, layout))
         reported = sums_of(config, scalars, [PartitionSpec()] * len(scalars))

@@ -34,6 +34,7 @@ from shardopt.training._evaluation import Evaluate, Evaluation, call_evaluate
 from shardopt.training._goodput import Goodput, Ledger
 from shardopt.training._loggers import Log, as_loggers, open_log, reopen, show_progress
 from shardopt.training._metrics import Meter, check_state
+from shardopt.training._norms import NormLog, check_metrics_every
 from shardopt.training._profile import Profiler, check_profile
 from shardopt.training._resume import (
     END,
@@ -62,7 +63,7 @@ class FitResult(NamedTuple):
       step: total steps taken, including earlier runs.
       stopped: "completed" (num_steps reached), "early" (early stopping), "sigterm", "interrupted" (Ctrl-C) or
         "exhausted" (no more batches).
-      history: the metrics that this call logged, `{"step": n, "loss": ..., ...}` each.
+      history: the metrics that this call logged, `{"step": n, "loss": ..., ...}` each, without the norms of leaves.
       best: `{"step": n, metric: value}`, the best value that early stopping saw, including earlier runs; None without
         it.
       goodput: the share of time spent on steps that count; on the first process it includes earlier attempts.
@@ -90,6 +91,7 @@ def fit(
     checkpoints: Checkpoints | None = None,
     log: Log | Sequence[Log] | None = None,
     log_every: int = 10,
+    metrics_every: int | None = None,
     agree_every: int = 10,
     progress: bool = True,
     on_nonfinite: Literal["raise", "skip"] = "raise",
@@ -145,6 +147,10 @@ def fit(
       log: `log(step, metrics)`, or several: `so.training.jsonl`, `tensorboard`, `wandb`, `mlflow`, `trackio` or any function.
       log_every: steps between reports of `opt.step`'s metrics, steps_per_second, examples_per_second and goodput (see
         `so.training.Goodput`).
+      metrics_every: steps between norms of the gradient, the update and the parameters, of each leaf and each layer of
+        stacked blocks; by default none. The log gets "gradient_norm/PATH/layer_0", "update_norm/..." and "param_norm/...",
+        which `so.training.plot_norms` draws. Other steps stay as they are; these steps are a second compiled program.
+        Norms that are due in a verified step are those of the next step.
       agree_every: steps between agreements of several processes whether to stop.
       progress: show a bar on a terminal, a second bar while `so.training.evaluation` runs, and lines elsewhere, on
         standard error. Messages about resuming are printed even if False.
@@ -180,6 +186,7 @@ def fit(
         - early stopping watches an unknown metric;
         - `on_nonfinite` or `on_spike` asks for what the optimizer or the checkpoints cannot do;
         - `verify_every` is given, and a step cannot be computed on two devices;
+        - `metrics_every` is set, and the replicas of the strategy train apart;
         - a run with local updates would end before the first synchronization, or early stopping would end it between
           two.
 
@@ -205,6 +212,7 @@ def fit(
     _check_rounds(opt, num_steps, evaluate, scheduled_every, early_stopping)
 
     check_profile(profile)
+    check_metrics_every(opt, metrics_every, verify_every)
     abstract_state = opt.abstract_state(state.shapes()) if isinstance(state, DeferredInit) else state
     spikes = spikes_of(opt, abstract_state.opt_state, on_nonfinite, on_spike, checkpoints)
     del abstract_state  # a step donates the state
@@ -224,6 +232,7 @@ def fit(
     )
     with ExitStack() as cleanup:
         run.start(cleanup, state, batches, log, progress=progress)
+        run.norms = NormLog(opt, metrics_every, run.write_log)
         run.profiler = Profiler(_profile_folder(checkpoints), profile, run.display.say)
         cleanup.enter_context(run.profiler.opened())
         del state  # a step donates it; parameters in a `DeferredInit` would stay in memory
@@ -242,6 +251,7 @@ class _Run:
     """The arguments of `fit` and the state of its loop; the methods are the phases of the loop."""
 
     profiler: Profiler = dataclasses.field(init=False)
+    norms: NormLog = dataclasses.field(init=False)
 
     opt: ShardedOptimizer
     num_steps: int
@@ -313,8 +323,9 @@ class _Run:
             if self.verification is not None and self.verification.due(self.step):
                 position = self.stream.drawn - 1
                 self.state, device_metrics = self.verification.take_step(self.state, batch, self.step, position)
+                self.norms.leave_to_next(self.step)
             else:
-                self.state, device_metrics = self.opt.step(self.state, batch)
+                self.state, device_metrics = self.norms.step(self.step, self.state, batch)
         self.profiler.after(self.step, device_metrics)
         self.step += 1
         step, checkpoints, evaluate_every = self.step, self.checkpoints, self.evaluate_every
@@ -346,6 +357,7 @@ class _Run:
         if not (self.saving or self.snapshotting or self.evaluating or observing):
             return
         self.ledger.enter("wait")
+        self.norms.write()
         metrics = self.meter.settle()
         if self.roll_back():
             return
@@ -382,6 +394,7 @@ class _Run:
         """Evaluate, report and save the last state; return it, synchronized."""
         self.ledger.enter("agree")
         self.stopped = common_verdict(self.received_signal(), self.stopped, due=True)
+        self.norms.write()
         self.meter.settle()
         self.roll_back()
         final_state = self.opt.synchronize(self.state) if self.local_updates else self.state
@@ -425,6 +438,7 @@ class _Run:
         if self.early_stopping is not None and saved_stopping is not None:
             self.stopping_state = from_json(self.early_stopping, saved_stopping) or StoppingState()
         self.meter, self.saved_step, self.evaluation_metrics = self.new_meter(), self.step, {}
+        self.norms.drop()
         self.evaluating = False
         self.history = [record for record in self.history if record["step"] <= self.step]
         reopen(self.loggers)
