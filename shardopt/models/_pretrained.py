@@ -254,6 +254,7 @@ def from_pretrained(
     param_dtype: DTypeLike | None = None,
     dtype: DTypeLike | None = None,
     remat: Remat = None,
+    loss_chunk: int | None = None,
 ) -> Pretrained:
     """Read the config.json and the headers of a folder of open weights; no code of the folder is run.
 
@@ -263,6 +264,7 @@ def from_pretrained(
       param_dtype: the dtype of the parameters; None keeps the dtypes of the files.
       dtype: dtype of activations and products, as in `decoder.DecoderConfig`.
       remat: what the backward pass recomputes, as in `BlockModel`.
+      loss_chunk: positions whose logits are held at a time, as in `decoder.DecoderConfig`.
 
     Returns:
       A `Pretrained` with `model`, `config`, `rules`, `load` and `save`.
@@ -309,7 +311,7 @@ def from_pretrained(
         tensors = {FAMILIES[name].optional + tensor: entry for tensor, entry in tensors.items()}
     check_tensors(folder, {tensor: entry.shape for tensor, entry in tensors.items()}, places)
     stored = tensors[next(iter(places))].dtype if param_dtype is None else param_dtype
-    config = dataclasses.replace(config, param_dtype=stored, dtype=dtype)
+    config = dataclasses.replace(config, param_dtype=stored, dtype=dtype, loss_chunk=loss_chunk)
     return Pretrained(folder, config, decoder.model(config, remat=remat), name, hf_config, tensors, param_dtype)
 
 
