@@ -164,7 +164,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 @calling("read_chats")
 def read_chats(path: "str | os.PathLike[str]") -> list[Chat]:
-    """Read conversations from a file of JSON lines; empty lines are skipped.
+    r"""Read conversations from a file of JSON lines; empty lines are skipped.
 
     A line is `{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}`. Or it is
     `{"prompt": "...", "completion": "..."}`, which is a message of the user and an answer of the assistant.
@@ -299,6 +299,8 @@ def tokenize_chats(chats: Iterable[Chat], tokenizer: ChatTokenizer, length: int,
         raise ValueError(error_text(problem, problems, fix))
     fitting = [document for document in documents if len(document["tokens"]) <= length]
     if not fitting:
-        problem = f"all {plural(len(documents), 'conversation')} have more than {length} tokens; the longest has {longest}."
+        problem = (
+            f"all {plural(len(documents), 'conversation')} have more than {length} tokens; the longest has {longest}."
+        )
         raise ValueError(error_text(problem, fix="choose a larger length, or shorter conversations."))
     return TokenizedChats(fitting, len(documents) - len(fitting), longest)

@@ -72,9 +72,7 @@ class ChatTemplate(NamedTuple):
 
         names = {"messages": [dict(message) for message in messages], "tools": None, "documents": None}
         try:
-            return self.template.render(
-                **self.special_tokens, **names, add_generation_prompt=add_generation_prompt
-            )
+            return self.template.render(**self.special_tokens, **names, add_generation_prompt=add_generation_prompt)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses it: {error}") from error
         except Exception as error:  # whatever the code of a template can do
@@ -110,9 +108,13 @@ def compile_template(source: str, special_tokens: Mapping[str, str | None], orig
         raise ValueError(error_text(problem, fix="download the file again.")) from error
     used_tokens = {name for name in meta.find_undeclared_variables(syntax) if name in _SPECIAL_TOKENS}
     if unknown := sorted(used_tokens - special_tokens.keys()):
-        problem = f"the chat template in {origin} reads {', '.join(unknown)}, which tokenizer_config.json does not have."
+        problem = (
+            f"the chat template in {origin} reads {', '.join(unknown)}, which tokenizer_config.json does not have."
+        )
         raise ValueError(error_text(problem, fix="add the token, or null if the model has none."))
-    marked = any(isinstance(node, jinja2.nodes.CallBlock) and _is_mark(node) for node in syntax.find_all(jinja2.nodes.CallBlock))
+    marked = any(
+        isinstance(node, jinja2.nodes.CallBlock) and _is_mark(node) for node in syntax.find_all(jinja2.nodes.CallBlock)
+    )
     return ChatTemplate(template, marked, {name: token for name, token in special_tokens.items() if token is not None})
 
 
@@ -188,9 +190,7 @@ def _sandbox() -> "jinja2.Environment":
             raise sandbox.SecurityError(f"a namespace cannot store {name!r}")
 
     def to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-        return json.dumps(
-            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-        )
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)

@@ -14,6 +14,7 @@ from shardopt.data._corpus import Batch, Corpus, Documents
 if TYPE_CHECKING:
     import grain
 
+
 @calling("pack")
 def pack(
     documents: "Corpus | Iterable[ArrayLike | Mapping[str, ArrayLike]] | grain.MapDataset | grain.IterDataset",

@@ -2,11 +2,12 @@
 
 import base64
 import json
+import re
 import signal
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
@@ -17,13 +18,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from shardopt.checkpoint._checkpoints import Checkpoints
+from shardopt.checkpoint._hashed import is_hashed
 from shardopt.checkpoint._memory import MemorySnapshot, place_snapshot
 from shardopt.checkpoint._multihost import exchange
 from shardopt.checkpoint._tree import Json
 from shardopt.core import _early_stopping as stopping
 from shardopt.core._early_stopping import EarlyStopping, StoppingState
 from shardopt.core._errors import CheckpointError, NonFiniteLossError, format_error, plural
-from shardopt.core._types import PyTree, TrainState
+from shardopt.core._types import PyTree, TrainState, leaves_with_paths
 from shardopt.step._batches import as_arrays
 from shardopt.step._inputs import is_init_fn
 from shardopt.step._optimizer import ShardedOptimizer
@@ -95,9 +97,7 @@ def begin(
     if latest <= step:
         say(f"Going on from the state given (step {step}); the last checkpoint, of step {latest}, is not newer.")
         return _initialized(opt, state), StoppingState()
-    if not isinstance(state, DeferredInit):
-        _free(state)
-    restored, extra = _restored(opt, checkpoints, latest, snapshot)
+    restored, extra = _restored(opt, state, checkpoints, latest, snapshot)
     position, saved_stopping = extra.get("batches"), extra.get("early_stopping")
     if spikes is not None:
         spikes.restore(extra.get("spikes"))
@@ -124,10 +124,14 @@ def _initialized(opt: ShardedOptimizer, state: TrainState | DeferredInit) -> Tra
     return opt.init(state.params, state.rng) if isinstance(state, DeferredInit) else state
 
 
-def _free(state: TrainState) -> None:
-    """Free the device memory of a state that is no longer needed, so that two states are never held."""
+def _free(state: TrainState, hash_only: Sequence[re.Pattern[str]]) -> None:
+    """Free the device memory of a state that is no longer needed, so that two states are never held.
+
+    The parameters that a checkpoint has only a hash of are still needed.
+    """
+    needed = {id(leaf) for path, leaf in leaves_with_paths(state.params) if is_hashed(path, hash_only)}
     for leaf in jax.tree.leaves(state):
-        if isinstance(leaf, jax.Array) and not leaf.is_deleted():
+        if isinstance(leaf, jax.Array) and not leaf.is_deleted() and id(leaf) not in needed:
             leaf.delete()
 
 
@@ -142,8 +146,7 @@ def restore_newest(
     latest, snapshot = _newest(opt, checkpoints)
     if latest is None:
         return None
-    _free(state)
-    return latest, *_restored(opt, checkpoints, latest, snapshot)
+    return latest, *_restored(opt, state, checkpoints, latest, snapshot)
 
 
 def _newest(opt: ShardedOptimizer, checkpoints: Checkpoints) -> tuple[int | None, MemorySnapshot | None]:
@@ -155,12 +158,24 @@ def _newest(opt: ShardedOptimizer, checkpoints: Checkpoints) -> tuple[int | None
 
 
 def _restored(
-    opt: ShardedOptimizer, checkpoints: Checkpoints, step: int, snapshot: MemorySnapshot | None
+    opt: ShardedOptimizer,
+    state: TrainState | DeferredInit,
+    checkpoints: Checkpoints,
+    step: int,
+    snapshot: MemorySnapshot | None,
 ) -> tuple[TrainState, dict[str, Json]]:
-    """Return the state and the extra of a snapshot, or else of the checkpoint of a step."""
+    """Return the state and the extra of a snapshot, or else of the checkpoint of a step; free the memory of `state` first."""
+    hash_only = getattr(checkpoints, "hash_only", ()) if snapshot is None else ()
+    if hash_only:
+        state = _initialized(opt, state)
+    if not isinstance(state, DeferredInit):
+        _free(state, hash_only)
     if snapshot is not None:
         return place_snapshot(snapshot, opt.abstract_state()), snapshot.extra
-    return checkpoints.restore(opt, step=step)
+    if not hash_only:
+        return checkpoints.restore(opt, step=step)
+    assert not isinstance(state, DeferredInit)
+    return checkpoints.restore(opt, step=step, params=state.params)
 
 
 def pack(
