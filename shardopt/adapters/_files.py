@@ -21,14 +21,14 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 def save_adapters(folder: Path, tensors: dict[str, np.ndarray], settings: dict[str, object], params: PyTree) -> None:
     """Write tensors and settings; all processes take part, and the first one writes. The settings are written last."""
     require("safetensors", extra="huggingface")
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
     metadata = {"format": "pt", "base_hash": base_hash(params)}
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CONFIG).unlink(missing_ok=True)
         unfinished = folder / f"{WEIGHTS}.unfinished"
-        save_file(tensors, unfinished, metadata=metadata)
+        unfinished.write_bytes(save(tensors, metadata=metadata))  # save_file would let nobody else read it
         unfinished.replace(folder / WEIGHTS)
         write_atomic(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
     if jax.process_count() > 1:
