@@ -140,6 +140,8 @@ def _template_source(
     """Return the text of the template and the file that it is in."""
     if template is not None or (folder / _TEMPLATE).is_file():
         path = Path(template) if template is not None else folder / _TEMPLATE
+        if not path.is_file():
+            raise FileNotFoundError(error_text(f"{path} is no file.", fix="name a jinja file with a chat template."))
         return path.read_text(encoding="utf-8"), path
     source = settings.get("chat_template")
     if isinstance(source, list):
