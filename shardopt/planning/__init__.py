@@ -6,11 +6,14 @@ from shardopt.planning._compiled_time import Operation, Span, StepSeconds, step_
 from shardopt.planning._costs import Footprint, StepTime, Transfer
 from shardopt.planning._diloco import Utilisation, bandwidth_for, diloco_utilisation
 from shardopt.planning._expert_loads import Imbalance, expected_imbalance, imbalance, plot_expert_loads, tile_overlap
+from shardopt.planning._failure_simulation import simulate_failures
+from shardopt.planning._failures import Failures
 from shardopt.planning._hardware import HARDWARE, Hardware, find_hardware
 from shardopt.planning._layout import Layout
 from shardopt.planning._models import MODELS, Transformer, find_model
 from shardopt.planning._plots import plot_memory, plot_placement, plot_plans, plot_timeline, plot_traffic
-from shardopt.planning._search import Dropped, Plans, Prediction, predict
+from shardopt.planning._recovery import Recovery, plan_recovery
+from shardopt.planning._search import Dropped, PlannedRecovery, Plans, Prediction, predict
 from shardopt.planning._topologies import parse_topology, topology_devices
 from shardopt.planning._workload import Bytes, NamedValue, Recompute, Workload, count_flops, trace
 
@@ -23,15 +26,18 @@ __all__ = [
     "ComparedOperation",
     "Comparison",
     "Dropped",
+    "Failures",
     "Footprint",
     "Hardware",
     "Imbalance",
     "Layout",
     "NamedValue",
     "Operation",
+    "PlannedRecovery",
     "Plans",
     "Prediction",
     "Recompute",
+    "Recovery",
     "Span",
     "StepSeconds",
     "StepTime",
@@ -48,6 +54,7 @@ __all__ = [
     "find_model",
     "imbalance",
     "parse_topology",
+    "plan_recovery",
     "plot_expert_loads",
     "plot_memory",
     "plot_placement",
@@ -55,6 +62,7 @@ __all__ = [
     "plot_timeline",
     "plot_traffic",
     "predict",
+    "simulate_failures",
     "step_seconds",
     "tile_overlap",
     "topology_devices",

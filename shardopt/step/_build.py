@@ -33,6 +33,7 @@ from shardopt.step._inputs import (
 from shardopt.step._norms import Norms
 from shardopt.step._optimizer import Metrics, ShardedOptimizer
 from shardopt.step._step import CompiledStep, Program, compile_step
+from shardopt.step._verified import VerifiedStep
 
 StepCache = LayoutCache[CompiledStep]
 
@@ -82,9 +83,11 @@ class TrainFn(BatchFn):
     """`opt.step`.
 
     Attributes:
+      verified: checks a state and a batch, and returns the step with sums for them, and the placed batch.
       with_norms: the same step, which also returns norms of each leaf.
     """
 
+    verified: Callable[[TrainState, PyTree], tuple[VerifiedStep, PyTree]]
     with_norms: NormsFn
 
     @api_boundary
@@ -108,6 +111,7 @@ class StrategyFunctions:
       views: chooses the view of each batch shape, for steps.
       evaluation_views: chooses the view of each batch shape, for evaluations.
       checked_steps: the ids of the compiled steps that have checked the placement of a state.
+      verified_steps: the steps with sums, by the id of the compiled step.
     """
 
     config: StrategyConfig
@@ -115,6 +119,7 @@ class StrategyFunctions:
     views: Views
     evaluation_views: Views
     checked_steps: set[int] = dataclasses.field(default_factory=set)
+    verified_steps: dict[int, VerifiedStep] = dataclasses.field(default_factory=dict)
 
     @property
     def cache(self) -> StepCache:
@@ -133,6 +138,11 @@ class StrategyFunctions:
 
     def prepare(self, state: TrainState, batch: PyTree, views: Views) -> tuple[CompiledStep, PyTree]:
         """Check a state and a batch; return the programs in the view of the batch, and the placed batch."""
+        view, placed = self.prepare_batch(state, batch, views)
+        return self.caches[view].of(state.params), placed
+
+    def prepare_batch(self, state: TrainState, batch: PyTree, views: Views) -> tuple[str, PyTree]:
+        """Check a state and a batch; return the view of the batch, and the placed batch."""
         check_state(self.config, state)
         batch = as_arrays(self.config.strategy, batch)
         check_batch(self.config, batch)
@@ -141,7 +151,14 @@ class StrategyFunctions:
             check_placement(self.config, compiled.abstract, compiled.shardings, state)
             self.checked_steps.add(id(compiled))
         placed = place_batch(self.config, batch)
-        return self.caches[views.of(compiled.layout, placed)].of(state.params), placed
+        return views.of(compiled.layout, placed), placed
+
+    def prepare_verified(self, state: TrainState, batch: PyTree) -> tuple[VerifiedStep, PyTree]:
+        """Return the step with sums, and the placed batch."""
+        view, placed = self.prepare_batch(state, batch, self.views)
+        compiled = self.caches[view].of(state.params)
+        new_step = VerifiedStep(self.config.replace(view=view), compiled.layout, {})
+        return self.verified_steps.setdefault(id(compiled), new_step), placed
 
     def prepare_step(self, state: TrainState, batch: PyTree) -> tuple[Program, tuple[PyTree, PyTree]]:
         """Return the program of a step and its arguments."""
@@ -225,7 +242,12 @@ def build(
     functions, limit = StrategyFunctions(config, caches, views, evaluation_views), limit_in_flight(config)
     return ShardedOptimizer(
         init=api_boundary(functions.init),
-        step=TrainFn(functions.prepare_step, limit, NormsFn(functions.prepare_step_with_norms, limit)),
+        step=TrainFn(
+            functions.prepare_step,
+            limit,
+            functions.prepare_verified,
+            NormsFn(functions.prepare_step_with_norms, limit),
+        ),
         evaluate=EvaluationFn(BatchFn(functions.prepare_evaluate, limit)),
         synchronize=api_boundary(functions.synchronize),
         specs=api_boundary(functions.specs),

@@ -11,12 +11,12 @@ from shardopt.step._norms import Norms
 from shardopt.step._optimizer import ShardedOptimizer
 
 
-def check_metrics_every(opt: ShardedOptimizer, metrics_every: int | None) -> None:
+def check_metrics_every(opt: ShardedOptimizer, metrics_every: int | None, verify_every: int | None) -> None:
     """Check the argument of `fit`.
 
     Raises:
       TypeError: if it is no integer.
-      ValueError: if it is below 1, or the replicas of the strategy train apart.
+      ValueError: if it is below 1, the replicas of the strategy train apart, or every step is verified.
     """
     if metrics_every is None:
         return
@@ -24,6 +24,9 @@ def check_metrics_every(opt: ShardedOptimizer, metrics_every: int | None) -> Non
     if opt.config.per_replica:
         problem = f"metrics_every takes norms of one gradient, and the replicas of {opt.config.strategy} train apart."
         raise ValueError(format_error("fit", problem, fix="leave metrics_every out."))
+    if verify_every == 1:
+        problem = "metrics_every takes norms in steps that are not verified, and verify_every=1 verifies each step."
+        raise ValueError(format_error("fit", problem, fix="take verify_every=2 or more, or leave metrics_every out."))
 
 
 class NormLog:
@@ -38,18 +41,28 @@ class NormLog:
     def __init__(self, opt: ShardedOptimizer, every: int | None, write_log: Callable[[int, Mapping[str, float]], None]):
         self._opt, self._every, self._write_log = opt, every, write_log
         self._pending: tuple[int, Norms] | None = None
+        self._late = False
+
+    def due(self, number: int) -> bool:
+        """Return whether the step with this number computes norms."""
+        return self._late or (self._every is not None and (number + 1) % self._every == 0)
+
+    def leave_to_next(self, number: int) -> None:
+        """Let the next step compute the norms, if this one is due and was taken by a program without norms."""
+        self._late = self.due(number)
 
     def step(self, number: int, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
         """Return `opt.step(state, batch)`, the step with this number, counted from 0.
 
         The norms of an earlier step are written while the device computes this one.
         """
-        if self._every is None or (number + 1) % self._every:
+        if not self.due(number):
             results = self._opt.step(state, batch)
             self.write()
             return results
         state, metrics, norms = self._opt.step.with_norms(state, batch)
         self.write()
+        self._late = False
         self._pending = number + 1, norms
         return state, metrics
 

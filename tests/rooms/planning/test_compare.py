@@ -100,7 +100,9 @@ def tpu_profile(folder):
         operations += [(name, 100 + start, 2 * length) for name, start, length in operations[:4]]
         operations += [("%fusion.1 = f32[2] op(...)", 210, 5)]
         names = sorted({name for name, *_ in modules + operations})
-        metadata = "".join(f'event_metadata {{ key: {i} value {{ id: {i} name: "{n}" }} }}' for i, n in enumerate(names, 1))
+        metadata = "".join(
+            f'event_metadata {{ key: {i} value {{ id: {i} name: "{n}" }} }}' for i, n in enumerate(names, 1)
+        )
         event = lambda name, start, length: (  # noqa: E731
             f"events {{ metadata_id: {names.index(name) + 1} offset_ps: {start}000000 duration_ps: {length}000000 }}"  # noqa: B023
         )
@@ -117,7 +119,9 @@ def tpu_profile(folder):
 
 
 def aot_report():
-    operations = tuple(Operation(name, s, 1, False, "", "") for name, s in (("fusion.1", 2e-6), ("all-gather all-gather-done.2", 1e-6)))
+    operations = tuple(
+        Operation(name, s, 1, False, "", "") for name, s in (("fusion.1", 2e-6), ("all-gather all-gather-done.2", 1e-6))
+    )
     collectives = {("all-gather", ("data",)): 5e-6, ("collective-permute", ("data",)): 1e-6}
     step = StepSeconds(1e-5, 5e-6, 5e-6, 0.0, all_operations=operations, collectives=collectives)
     mesh = {"data": 4, "pipeline": 1, "tensor": 1}
@@ -151,14 +155,17 @@ def test_without_numbered_runs_annotated_steps_count(tmp_path):
     """XLA:GPU numbers no runs in its events: the steps are counted by the annotations of `fit`."""
     path = tmp_path / "a.xplane.pb"
     stats = '{ metadata_id: 1 str_value: "jit_step" } stats { metadata_id: 2 str_value: "fusion.1" }'
-    kernel = f'events {{ metadata_id: 1 duration_ps: 4000000 stats {stats} }}'
+    kernel = f"events {{ metadata_id: 1 duration_ps: 4000000 stats {stats} }}"
     names = 'event_metadata { key: 1 value { id: 1 name: "kernel" } } ' + " ".join(
-        f'stat_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }}' for i, name in ((1, "hlo_module"), (2, "hlo_op"), (3, "step_num"))
+        f'stat_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }}'
+        for i, name in ((1, "hlo_module"), (2, "hlo_op"), (3, "step_num"))
     )
     steps = "".join(f"events {{ metadata_id: 1 stats {{ metadata_id: 3 int64_value: {i} }} }}" for i in (5, 6))
 
     def write(annotations):
-        planes = [f'planes {{ name: "/device:GPU:{i}" lines {{ name: "Stream" {kernel * 4} }} {names} }}' for i in range(2)]
+        planes = [
+            f'planes {{ name: "/device:GPU:{i}" lines {{ name: "Stream" {kernel * 4} }} {names} }}' for i in range(2)
+        ]
         planes.append(f'planes {{ name: "/host:CPU" lines {{ name: "python" {annotations} }} {names} }}')
         path.write_bytes(jax.profiler.ProfileData.text_proto_to_serialized_xspace("\n".join(planes)))
 

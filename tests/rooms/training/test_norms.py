@@ -46,6 +46,13 @@ def test_norms_are_logged_at_their_steps_and_a_resumed_run_logs_each_once(opt, n
     assert not any(name.startswith(KINDS) for record in result.history for name in record)
 
 
+def test_norms_that_are_due_in_a_verified_step_are_those_of_the_next(new_state, batches, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    options = {"log": so.training.jsonl(path), "progress": False, "metrics_every": 2, "verify_every": 4}
+    fit(OPT, STATE, [BATCH] * 7, num_steps=7, **options)
+    assert [line["step"] for line in lines_of(path) if "gradient_norm/w" in line] == [2, 5, 6]
+
+
 def test_the_norms_of_a_step_that_ends_the_run_are_logged(opt, new_state, batches):
     """They show where the NaN is."""
     logged = []
@@ -137,6 +144,11 @@ def test_the_picture_shows_every_kind_of_cell(tmp_path):
             lambda: fit(so.local_sgd(OPT, sync_every=1), STATE, [BATCH], num_steps=1, metrics_every=5),
             "fit: metrics_every takes norms of one gradient, and the replicas of local_sgd train apart.\n"
             "Fix: leave metrics_every out.",
+        ),
+        (
+            lambda: fit(OPT, STATE, [BATCH], num_steps=1, metrics_every=5, verify_every=1),
+            "fit: metrics_every takes norms in steps that are not verified, and verify_every=1 verifies each step.\n"
+            "Fix: take verify_every=2 or more, or leave metrics_every out.",
         ),
     ],
 )
