@@ -214,7 +214,7 @@ def _predicted(
     if isinstance(plan, AotReport):
         step = plan.step_seconds
         operations = {operation.name.rpartition(" ")[2]: operation.seconds for operation in step.all_operations}
-        return step.total, dict(step.collectives), operations
+        return step.total, {(kind, axes): time for (kind, axes), time in step.collectives.items()}, operations
     prediction = plan if isinstance(plan, Prediction) else _layout_of(plan, sizes)
     collectives: dict[_Kind, float] = defaultdict(float)
     for transfer, seconds in zip(prediction.transfers, prediction.transfer_seconds, strict=True):

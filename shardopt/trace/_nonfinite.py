@@ -59,14 +59,14 @@ class Value(NamedTuple):
     """A value of the trace.
 
     Attributes:
-      array: the numbers.
+      array: the numbers, of jax or numpy.
       origin: the origin of a number that is not finite; None if all are finite.
       leaf: the index of the parameter that was read last on the way to it, or None.
       read: when it was read.
       is_leaf: whether the value is this parameter itself, or a part of it.
     """
 
-    array: jax.Array
+    array: Any
     origin: Origin | None = None
     leaf: int | None = None
     read: int = 0
@@ -77,8 +77,8 @@ def first_origin(closed: ClosedJaxpr, args: Sequence[jax.Array], num_leaves: int
     """Return the origin of the earliest value that makes a result not finite; None if all results are finite.
 
     One compiled program gives the results of all operations. A loop or branch that gives a result that is not finite is
-    opened: its body is a program of its own, and runs turn by turn. What is not finite but leaves no trace in the results,
-    such as the -inf of a mask, is no origin.
+    opened: its body is a program of its own, and runs turn by turn. An infinity that leaves no trace in the results, such as
+    the -inf of a mask, is no origin.
 
     Args:
       closed: the trace.

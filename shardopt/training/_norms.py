@@ -38,7 +38,7 @@ class NormLog:
       write_log: writes metrics of a step.
     """
 
-    def __init__(self, opt: ShardedOptimizer, every: int | None, write_log: Callable[[int, Mapping[str, float]], None]):
+    def __init__(self, opt: ShardedOptimizer, every: int | None, write_log: Callable[[int, Mapping[str, float]], object]):
         self._opt, self._every, self._write_log = opt, every, write_log
         self._pending: tuple[int, Norms] | None = None
         self._late = False
