@@ -17,7 +17,7 @@ def simulate_failures(failures: Failures, recovery: Recovery, *, num_failures: i
     """Play a job with random failures in virtual time, and return its goodput and the lost time by cause.
 
     Args:
-      failures: how often chips fail, and what a failure costs.
+      failures: how often chips fail, and the cost of a failure.
       recovery: the chips, islands, spares and periods, as `plan_recovery` chose them.
       num_failures: failures until the simulation ends.
       seed: the seed of the failures.
@@ -119,7 +119,7 @@ class _Simulation:
         return max(min(times), 0.0)
 
     def _advance(self, seconds: float) -> None:
-        """Let time pass, and count what each island does in it."""
+        """Let time pass, and count the seconds of each island by their use."""
         self.now += seconds
         for island in self.islands:
             if island.phases:
