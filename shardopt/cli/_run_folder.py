@@ -23,7 +23,7 @@ from shardopt.local_updates._state import PerReplica, Replicas
 from shardopt.runtime._files import write_atomic
 
 CONFIG, CHECKPOINTS, METRICS = "config.json", "checkpoints", "metrics.jsonl"
-CURVE, SCHEDULE = "loss.png", "schedule.png"
+CURVE, SCHEDULE, NORMS = "loss.png", "schedule.png", "norms.png"
 
 _FIXED = ("model", "dim", "layers", "heads", "experts", "top_k", "balance")
 """The options of the model that determine the shapes of its parameters."""

@@ -1,6 +1,7 @@
 """Plan a run before renting the machine: predict traffic and memory, rank layouts, and compile without a device."""
 
 from shardopt.planning._aot import AotReport
+from shardopt.planning._compare import ComparedCollective, ComparedOperation, Comparison, compare
 from shardopt.planning._compiled_time import Operation, Span, StepSeconds, step_seconds
 from shardopt.planning._costs import Footprint, StepTime, Transfer
 from shardopt.planning._diloco import Utilisation, bandwidth_for, diloco_utilisation
@@ -21,6 +22,9 @@ __all__ = [
     "MODELS",
     "AotReport",
     "Bytes",
+    "ComparedCollective",
+    "ComparedOperation",
+    "Comparison",
     "Dropped",
     "Failures",
     "Footprint",
@@ -42,6 +46,7 @@ __all__ = [
     "Utilisation",
     "Workload",
     "bandwidth_for",
+    "compare",
     "count_flops",
     "diloco_utilisation",
     "expected_imbalance",

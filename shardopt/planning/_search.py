@@ -16,7 +16,7 @@ from shardopt.core._types import PyTree, Rules
 from shardopt.partition import LayoutBytes
 from shardopt.pipeline import schedules as known_schedules
 from shardopt.pipeline._kinds import KINDS, ScheduleKind
-from shardopt.planning._costs import Footprint, StepTime, Transfer, by_axis, footprint, step_time, traffic
+from shardopt.planning._costs import Footprint, StepTime, Transfer, by_axis, footprint, seconds, step_time, traffic
 from shardopt.planning._failures import Failures
 from shardopt.planning._hardware import HARDWARE, Hardware, find_hardware
 from shardopt.planning._layout import (
@@ -47,6 +47,7 @@ class Prediction(NamedTuple):
       tokens_per_second: tokens per second of all chips together.
       rules: tensor rules of the workload.
       expert_leaves: regexes of the key paths of its expert leaves.
+      transfer_seconds: seconds of each of the transfers, those that overlap with computation too.
     """
 
     layout: Layout
@@ -57,6 +58,7 @@ class Prediction(NamedTuple):
     tokens_per_second: float
     rules: Rules
     expert_leaves: tuple[str, ...] = ()
+    transfer_seconds: tuple[float, ...] = ()
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -525,6 +527,7 @@ def predict(
         tokens_per_second=workload.tokens * batch_size / time.total,
         rules=workload.rules,
         expert_leaves=() if workload.experts is None else workload.experts.leaves,
+        transfer_seconds=tuple(seconds(transfer, layout, hardware, slices=slices) for transfer in transfers),
     )
 
 

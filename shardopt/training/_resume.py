@@ -22,7 +22,7 @@ from shardopt.checkpoint._multihost import exchange
 from shardopt.checkpoint._tree import Json
 from shardopt.core import _early_stopping as stopping
 from shardopt.core._early_stopping import EarlyStopping, StoppingState
-from shardopt.core._errors import CheckpointError, NonFiniteLossError, format_error, plural
+from shardopt.core._errors import CheckpointError, DamagedCheckpointError, NonFiniteLossError, format_error, plural
 from shardopt.core._types import PyTree, TrainState
 from shardopt.step._batches import as_arrays
 from shardopt.step._inputs import is_init_fn
@@ -67,6 +67,8 @@ def begin(
     checkpoints: Checkpoints | None,
     say: Callable[[str], None],
     spikes: Spikes | None = None,
+    *,
+    falls_back: bool = False,
 ) -> tuple[TrainState, StoppingState]:
     """Return the state to start from and the state of early stopping; move the stream to its position.
 
@@ -80,6 +82,7 @@ def begin(
       rule: the rule of early stopping, or None.
       checkpoints: the checkpoints of the run, or None.
       say: prints a message about resuming.
+      falls_back: whether a damaged checkpoint is set aside, and the next copy used.
       spikes: the search for spikes, or None.
     """
     if isinstance(state, DeferredInit):
@@ -97,7 +100,11 @@ def begin(
         return _initialized(opt, state), StoppingState()
     if not isinstance(state, DeferredInit):
         _free(state)
-    restored, extra = _restored(opt, checkpoints, latest, snapshot)
+    latest, restored, extra, source = _restore(opt, checkpoints, snapshot, say, falls_back=falls_back)
+    if restored is None:
+        problem = f"no snapshot or checkpoint in {checkpoints.directory} holds the state that it was saved from."
+        fix = "bring one back from a copy, or start again in another folder."
+        raise DamagedCheckpointError(format_error("fit", problem, fix=fix))
     position, saved_stopping = extra.get("batches"), extra.get("early_stopping")
     if spikes is not None:
         spikes.restore(extra.get("spikes"))
@@ -107,7 +114,6 @@ def begin(
     else:
         fix = "save with so.fit, or put the batches into their place before it is called."
         warnings.warn(format_error("fit", f"{stream_text}; rows are seen again.", fix=fix), stacklevel=6)
-    source = "the memory of the hosts" if snapshot is not None else checkpoints.directory
     say(f"Resuming from step {latest} in {source}, {stream_text}.")
     stopping_state = None if rule is None or saved_stopping is None else stopping.from_json(rule, saved_stopping)
     if rule is not None and stopping_state is None:
@@ -132,7 +138,12 @@ def _free(state: TrainState) -> None:
 
 
 def restore_newest(
-    opt: ShardedOptimizer, state: TrainState, checkpoints: Checkpoints
+    opt: ShardedOptimizer,
+    state: TrainState,
+    checkpoints: Checkpoints,
+    say: Callable[[str], None],
+    *,
+    falls_back: bool = False,
 ) -> tuple[int, TrainState, dict[str, Json]] | None:
     """Return the step, the state and the extra of the newest snapshot or checkpoint; None if there is none.
 
@@ -143,7 +154,8 @@ def restore_newest(
     if latest is None:
         return None
     _free(state)
-    return latest, *_restored(opt, checkpoints, latest, snapshot)
+    step, restored, extra, _ = _restore(opt, checkpoints, snapshot, say, falls_back=falls_back)
+    return None if restored is None else (step, restored, extra)
 
 
 def _newest(opt: ShardedOptimizer, checkpoints: Checkpoints) -> tuple[int | None, MemorySnapshot | None]:
@@ -154,13 +166,35 @@ def _newest(opt: ShardedOptimizer, checkpoints: Checkpoints) -> tuple[int | None
     return latest, snapshot
 
 
-def _restored(
-    opt: ShardedOptimizer, checkpoints: Checkpoints, step: int, snapshot: MemorySnapshot | None
-) -> tuple[TrainState, dict[str, Json]]:
-    """Return the state and the extra of a snapshot, or else of the checkpoint of a step."""
-    if snapshot is not None:
-        return place_snapshot(snapshot, opt.abstract_state()), snapshot.extra
-    return checkpoints.restore(opt, step=step)
+def _restore(
+    opt: ShardedOptimizer,
+    checkpoints: Checkpoints,
+    snapshot: MemorySnapshot | None,
+    say: Callable[[str], None],
+    *,
+    falls_back: bool,
+) -> tuple[int, TrainState | None, dict[str, Json], str]:
+    """Return the step, state, extra and source of the snapshot or of the newest checkpoint; the state is None if there is none.
+
+    A snapshot whose sums are wrong is left out, and the next copy is used. A damaged checkpoint is set aside if
+    `falls_back`, and otherwise an error: an older one loses work.
+    """
+    while snapshot is not None:
+        try:
+            state = place_snapshot(snapshot, opt.abstract_state())
+            return snapshot.step, state, snapshot.extra, "the memory of the hosts"
+        except DamagedCheckpointError as error:
+            say(f"{error}\nThe next copy is used.")
+            snapshot = checkpoints.newest_in_memory(opt, before=snapshot.step)
+    while (step := checkpoints.latest()) is not None:
+        try:
+            return step, *checkpoints.restore(opt, step=step), str(checkpoints.directory)
+        except DamagedCheckpointError as error:
+            if not falls_back:
+                raise
+            say(f"{error}\nIt is set aside as {step}.damaged, and the next copy is used.")
+            checkpoints.set_aside(step)
+    return 0, None, {}, ""
 
 
 def pack(

@@ -53,9 +53,9 @@ def test_plans_are_ranked_by_time_and_fit():
 def test_the_fastest_recomputes_least_of_what_fits():
     work = so.planning.find_model("llama3-8b").workload()
     _, everything, most, *_, least, full = work.remat_choices()
-    layout = Layout(data=64, gather_dtype=jnp.bfloat16)
+    layout = Layout(data=16, gather_dtype=jnp.bfloat16)
     none, most, little, all_again = (
-        predict(work, layout._replace(remat=remat), hardware=HARDWARE["v5p"], batch_size=64)
+        predict(work, layout._replace(remat=remat), hardware=HARDWARE["v5p"], batch_size=16)
         for remat in (False, most, least, full)
     )
     assert none.memory.total > most.memory.total > little.memory.total > all_again.memory.total
@@ -64,7 +64,7 @@ def test_the_fastest_recomputes_least_of_what_fits():
         size = int(fits.memory.total + headroom)
         chip = dataclasses.replace(HARDWARE["v5p"], memory_bytes=size)
         # the layouts that are compared have no pipeline
-        plans = so.plan(work, hardware=chip, chips=64, batch_size=64, placements=["fsdp"], schedules=[], headroom=0.0)
+        plans = so.plan(work, hardware=chip, chips=16, batch_size=16, placements=["fsdp"], schedules=[], headroom=0.0)
         ranked = [one for one in plans.ranked if one.layout._replace(remat=False) == layout]
         assert ranked[0].layout.remat == fits.layout.remat
         assert ranked[0].strategy["remat"] == fits.layout.remat
