@@ -22,6 +22,7 @@ from shardopt.models._latent_attention import latent_qkv
 from shardopt.models._routers import Routers
 from shardopt.nn._attention import masked_attention
 from shardopt.nn._low_rank import Weight
+from shardopt.nn._order import row_length
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -181,7 +182,7 @@ def _attention(
 ) -> tuple[Float[Array, "B T D"], KVCache | None]:
     kind = None if stream.layer is None else jnp.asarray(_kind_numbers(config))[stream.layer]
     places = layers.places(x.shape[1], stream.positions, stream.order)
-    rotate = _rotation(config, kind, places)
+    rotate = _rotation(config, kind, places, row_length(x.shape[1]))
     if config.latent is None:
         query, key, value = _qkv(config, weights, x)
         query, key = rotate(query), rotate(key)
@@ -229,14 +230,14 @@ def _kind_numbers(config: DecoderConfig) -> np.ndarray:
     return np.asarray([used.index(kind) for kind in config.pattern or (0,) * config.num_layers], np.int32)
 
 
-def _rotation(config: DecoderConfig, kind: Array | None, places: Array):
+def _rotation(config: DecoderConfig, kind: Array | None, places: Array, length: int):
     """Return the function that rotates [B, T, H, K] by the positions; `kind` selects the row of a table of frequencies."""
     ropes = [used.rope for used in config.used_kinds]
     first = next((rope for rope in ropes if rope), None)
     if first is None:
         return lambda x: x
     dims = first.dims or config.rotary_dim
-    table = np.stack([rope.frequencies(dims) if rope else np.zeros(dims // 2) for rope in ropes])
+    table = np.stack([rope.frequencies(dims, length) if rope else np.zeros(dims // 2) for rope in ropes])
     factors = np.array([rope.attention_factor if rope else 1.0 for rope in ropes])
 
     def rotate(x: Array) -> Array:

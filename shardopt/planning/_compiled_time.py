@@ -182,7 +182,7 @@ def step_seconds(
         raise ValueError(error_text(problem, fix="leave it out, or pass one of both."))
     parsed = read_program(program, args, mesh=mesh)
     check_schedule(parsed.module, schedule)
-    chip = find_hardware(hardware) if hardware is not None else hardware_of(parsed.devices)
+    chip = find_hardware(hardware).per_device() if hardware is not None else hardware_of(parsed.devices)
     return walk_schedule(parsed, chip, schedule, kernels)
 
 

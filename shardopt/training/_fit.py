@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 
 from shardopt.checkpoint._checkpoints import Checkpoints
+from shardopt.checkpoint._hashed import is_hashed
 from shardopt.checkpoint._sums import LeafSums
 from shardopt.core._arguments import check_count, check_flag
 from shardopt.core._early_stopping import (
@@ -24,7 +26,7 @@ from shardopt.core._early_stopping import (
 )
 from shardopt.core._errors import NonFiniteLossError, calling, format_error, plural
 from shardopt.core._tracebacks import api_boundary
-from shardopt.core._types import PyTree, TrainState
+from shardopt.core._types import PyTree, TrainState, leaves_with_paths
 from shardopt.losses._batch_dims import num_rows
 from shardopt.runtime._probe import probe_or_warn
 from shardopt.runtime._progress import is_reported
@@ -206,6 +208,7 @@ def fit(
     check_count("agree_every", agree_every)
     _check_evaluate(evaluate, evaluate_every, early_stopping)
     _check_checkpoints(checkpoints)
+    _check_hash_only(opt, state, checkpoints)
     as_loggers(log)
     check_flag("progress", progress)
     scheduled_every = checkpoints.every if evaluate_every is None and checkpoints is not None else evaluate_every
@@ -557,6 +560,24 @@ def _check_checkpoints(checkpoints: Checkpoints | None) -> None:
         problem = f"checkpoints must be a so.Checkpoints, got {type(checkpoints).__name__} without {', '.join(missing_names)}."
         path_text = repr(os.fspath(checkpoints)) if isinstance(checkpoints, str | os.PathLike) else "directory"
         raise TypeError(format_error("fit", problem, fix=f"pass so.Checkpoints({path_text}, every=100, keep=3)."))
+
+
+def _check_hash_only(opt: ShardedOptimizer, state: TrainState | DeferredInit, checkpoints: Checkpoints | None) -> None:
+    """Refuse checkpoints that would have only a hash of parameters that are trained."""
+    hash_only = getattr(checkpoints, "hash_only", ())
+    if not hash_only:
+        return
+    if opt.config.local_updates is not None:
+        problem = "checkpoints with hash_only cannot store the parameters of each replica apart."
+        raise ValueError(format_error("fit", problem, fix="leave hash_only out with local_sgd and diloco."))
+    params = state.shapes() if isinstance(state, DeferredInit) else state.params
+    frozen = [re.compile(pattern) for pattern in opt.config.layout.frozen]
+    trained = [
+        path for path, _ in leaves_with_paths(params) if is_hashed(path, hash_only) and not is_hashed(path, frozen)
+    ]
+    if trained:
+        problem = f"hash_only of the checkpoints matches {plural(len(trained), 'leaf')} that the strategy trains."
+        raise ValueError(format_error("fit", problem, trained, "pass the regexes that the strategy got as frozen."))
 
 
 def _check_rounds(
