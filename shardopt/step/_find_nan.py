@@ -28,7 +28,7 @@ from shardopt.runtime._processes import gather_to_host
 from shardopt.step._batches import as_arrays
 from shardopt.step._inputs import check_batch, check_state, place_batch
 from shardopt.step._optimizer import ShardedOptimizer, check_is_strategy
-from shardopt.trace._nonfinite import Origin, first_origin
+from shardopt.trace._nonfinite import Origin, first_origin, quick_compilation
 
 _MOST_ROWS = 8
 """The search for rows ends after this many."""
@@ -192,7 +192,7 @@ class _Search:
     def of_piece(self, rows: np.ndarray | None, key: jax.Array | None) -> NonFinite | None:
         """Return the finding in some rows; None if everything is finite."""
         batch = self.batch if rows is None else self.select(self.batch, rows)
-        program = jax.jit(self.flags)
+        program = jax.jit(self.flags, compiler_options=quick_compilation())
         leaves = self.layout.treedef.flatten_up_to(self.params)
         bad_forward, bad_gradients = jax.device_get(program(leaves, batch, key))
         if not bad_forward and not any(bad_gradients):

@@ -1,16 +1,16 @@
-"""Evaluate a trace operation by operation, and follow NaN and infinities back to the operation that made them."""
+"""Look at every result of a trace, operation by operation, and follow NaN and infinities back to the operation that made them."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import NamedTuple, Optional
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Optional
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from shardopt.trace._jaxprs import called_jaxprs, jaxpr_params
-from shardopt.trace._parts import Trace, part_of
+from shardopt.trace._jaxprs import CHECKPOINTS, jaxpr_params
+from shardopt.trace._parts import Trace, inputs_of, part_of
 from shardopt.trace._walk import scan_parts, while_parts
 
 MOVES = frozenset(
@@ -18,6 +18,11 @@ MOVES = frozenset(
     convert_element_type stop_gradient reduce_max reduce_min max min device_put optimization_barrier""".split()  # noqa: SIM905
 )
 """Operations whose results are values of their operands, such as the -inf of a mask."""
+
+CALLS = frozenset(
+    """pjit jit closed_call core_call remat named_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr""".split()  # noqa: SIM905
+) | frozenset(CHECKPOINTS)
+"""Operations that call their first function with their operands."""
 
 Turns = tuple[tuple[int, int], ...]
 """(turn, number of turns) of each loop around an operation, the outermost first; 0 turns if the number is unknown."""
@@ -71,8 +76,9 @@ class Value(NamedTuple):
 def first_origin(closed: ClosedJaxpr, args: Sequence[jax.Array], num_leaves: int) -> Origin | None:
     """Return the origin of the earliest value that makes a result not finite; None if all results are finite.
 
-    Operations run one by one. A loop or a call that gives a result that is not finite is opened; loops are unrolled. What is
-    not finite but leaves no trace in the results, such as the -inf of a mask, is no origin.
+    One compiled program gives the results of all operations. A loop or branch that gives a result that is not finite is
+    opened: its body is a program of its own, and runs turn by turn. What is not finite but leaves no trace in the results,
+    such as the -inf of a mask, is no origin.
 
     Args:
       closed: the trace.
@@ -108,29 +114,41 @@ class _Evaluation:
     """One evaluation.
 
     Attributes:
-      count: the number of operations that ran.
+      count: the number of operations that were looked at.
+      programs: the compiled function of each body, by the id of its jaxpr: from operands to the results of all equations.
     """
 
     count: int = 0
+    programs: dict[int, Callable[..., list[list[jax.Array]]]] = dataclasses.field(default_factory=dict)
 
     def run(self, jaxpr: ClosedJaxpr | Jaxpr, operands: Sequence[Value], turns: Turns) -> list[Value]:
-        """Return the results of a function."""
-        opened = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
-        consts = jaxpr.consts if isinstance(jaxpr, ClosedJaxpr) else ()
+        """Return the results of a function. It is compiled once, with the results of all its operations."""
+        if id(jaxpr) not in self.programs:
+            evaluate = lambda *arrays: _results(jaxpr, arrays)[1]  # noqa: E731
+            self.programs[id(jaxpr)] = jax.jit(evaluate, compiler_options=quick_compilation())
+        results = self.programs[id(jaxpr)](*(operand.array for operand in operands))
+        return self.walk(jaxpr, operands, iter(results), turns)
+
+    def walk(
+        self, jaxpr: ClosedJaxpr | Jaxpr, operands: Sequence[Value], results: Iterator[list[jax.Array]], turns: Turns
+    ) -> list[Value]:
+        """Return the results of a function, from the arrays that its equations gave, in their order."""
+        opened, consts = _opened(jaxpr)
         known = dict(zip(opened.constvars, map(_constant, consts), strict=True))
         known |= dict(zip(opened.invars, operands, strict=True))
         read = lambda atom: _constant(atom.val) if isinstance(atom, Literal) else known[atom]  # noqa: E731
-        for i, eqn in enumerate(opened.eqns):
+        for eqn in opened.eqns:
             operands = list(map(read, eqn.invars))
-            known |= dict(zip(eqn.outvars, self.equation(opened, i, operands, turns), strict=True))
+            if (callee := _callee(eqn)) is not None:
+                values = self.walk(callee, operands, results, turns)
+            else:
+                values = self.equation(eqn, operands, next(results), turns)
+            known |= dict(zip(eqn.outvars, values, strict=True))
         return list(map(read, opened.outvars))
 
-    def equation(self, jaxpr: Jaxpr, index: int, operands: list[Value], turns: Turns) -> list[Value]:
-        """Return the results of an equation; if they are not finite, open the functions that it calls."""
-        eqn = jaxpr.eqns[index]
+    def equation(self, eqn: JaxprEqn, operands: list[Value], arrays: Sequence[jax.Array], turns: Turns) -> list[Value]:
+        """Return the results of an equation, which are `arrays`; if they are not finite, open a loop or branch."""
         self.count += 1
-        variables = {var: x.array for var, x in zip(eqn.invars, operands, strict=True) if not isinstance(var, Literal)}
-        arrays = part_of(Trace(jaxpr, (), {}), {index}, list(variables), eqn.outvars)(*variables.values())
         leaf, read = self.last_leaf(operands)
         flags = [_flags(array) for array in arrays]
         if any(any_bad for _, any_bad in flags) and (results := self.open(eqn, operands, turns)) is not None:
@@ -157,8 +175,8 @@ class _Evaluation:
         return Origin(is_nan, self.count, eqn, None, turns, leaf, cause)
 
     def open(self, eqn: JaxprEqn, operands: list[Value], turns: Turns) -> list[Value] | None:
-        """Return the results of what an equation calls, operation by operation; None if it calls nothing that can be opened."""
-        name, functions = eqn.primitive.name, jaxpr_params(eqn)
+        """Return the results of a loop or branch, operation by operation; None for other equations."""
+        name = eqn.primitive.name
         if name == "scan":
             return self.scan(eqn, operands, turns)
         if name == "while":
@@ -167,19 +185,16 @@ class _Evaluation:
             branches = eqn.params["branches"]
             index = int(np.clip(int(operands[0].array), 0, len(branches) - 1))
             return self.run(branches[index], operands[1:], turns)
-        counts = [(len(jaxpr.invars), len(jaxpr.outvars)) for jaxpr in called_jaxprs(eqn)]
-        has_axes = name == "shard_map" or "pallas" in name
-        if has_axes or not counts or counts[0] != (len(operands), len(eqn.outvars)):
-            return None
-        return self.run(functions[0], operands, turns)
+        return None
 
     def scan(self, eqn: JaxprEqn, operands: list[Value], turns: Turns) -> list[Value]:
         """Return the results of a scan, turn by turn."""
         consts, carry, scanned = scan_parts(eqn, operands)
         length, body = eqn.params["length"], eqn.params["jaxpr"]
         stacked: dict[int, list[Value]] = {}
+        arrays = [_on_host(x.array) for x in scanned]  # each slice of an array on a device is a program of its own
         for turn in range(length)[:: -1 if eqn.params["reverse"] else 1]:
-            slices = [x._replace(array=x.array[turn]) for x in scanned]
+            slices = [x._replace(array=array[turn]) for x, array in zip(scanned, arrays, strict=True)]
             slices = [x._replace(origin=x.origin if _flags(x.array)[1] else None) for x in slices]
             results = self.run(body, [*consts, *carry, *slices], (*turns, (turn, length)))
             carry, stacked[turn] = results[: len(carry)], results[len(carry) :]
@@ -196,14 +211,55 @@ class _Evaluation:
         return list(carry)
 
 
+def _results(jaxpr: ClosedJaxpr | Jaxpr, operands: Sequence[jax.Array]) -> tuple[list[Any], list[list[jax.Array]]]:
+    """Return the results of a function, and of all its equations: an equation that calls a function gives those inside."""
+    opened, consts = _opened(jaxpr)
+    known: dict[Any, Any] = dict(zip(opened.constvars, consts, strict=True))
+    known |= dict(zip(opened.invars, operands, strict=True))
+    read = lambda atom: atom.val if isinstance(atom, Literal) else known[atom]  # noqa: E731
+    all_results: list[list[jax.Array]] = []
+    for i, eqn in enumerate(opened.eqns):
+        if (callee := _callee(eqn)) is not None:
+            arrays, inner_results = _results(callee, list(map(read, eqn.invars)))
+            all_results += inner_results
+        else:
+            variables = list(inputs_of(eqn))
+            arrays = part_of(Trace(opened, (), {}), {i}, variables, eqn.outvars)(*map(read, variables))
+            all_results.append(list(arrays))
+        known |= dict(zip(eqn.outvars, arrays, strict=True))
+    return list(map(read, opened.outvars)), all_results
+
+
+def _opened(jaxpr: ClosedJaxpr | Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
+    return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else (jaxpr, ())
+
+
+def _callee(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr | None:
+    """Return the function that an equation calls; None if it calls none, or is a loop or branch."""
+    return jaxpr_params(eqn)[0] if eqn.primitive.name in CALLS else None
+
+
+def quick_compilation() -> dict[str, int | bool]:
+    """Return options with which XLA compiles faster: each program runs a few times."""
+    if jax.local_devices()[0].platform != "cpu":
+        return {}
+    return {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
 def _constant(value: object) -> Value:
     array = jnp.asarray(value)
     any_nan, any_bad = _flags(array)
     return Value(array, Origin(any_nan) if any_bad else None)
 
 
+def _on_host(array: Any) -> Any:
+    """Return an array as numpy; random keys stay as they are."""
+    return array if jnp.issubdtype(array.dtype, jax.dtypes.extended) else np.asarray(array)
+
+
 def _stack(values: Sequence[Value]) -> Value:
     origins = [value.origin for value in values if value.origin is not None]
     last = max(values, key=lambda value: value.read)
-    array = jnp.stack([value.array for value in values])
+    arrays = [_on_host(value.array) for value in values]
+    array = np.stack(arrays) if isinstance(arrays[0], np.ndarray) else jnp.stack(arrays)
     return Value(array, min(origins, key=_preference) if origins else None, last.leaf, last.read)

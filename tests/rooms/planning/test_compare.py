@@ -54,7 +54,7 @@ def test_a_recorded_profile_beside_a_plan(recorded):
     times = [x.measured for x in compared.operations]
     assert times == sorted(times, reverse=True)
     assert sum(times) <= compared.measured * 1.001
-    assert [text for text in compared.unmatched if "another program" in text][0].startswith("jit__lambda")
+    assert next(text for text in compared.unmatched if "another program" in text).startswith("jit__lambda")
     assert not [text for text in compared.unmatched if "not in the p" in text]
     assert str(compared).startswith("jit_step: operations of ")
     assert "all-gather      data" in str(compared)
