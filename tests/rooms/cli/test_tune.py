@@ -99,7 +99,7 @@ def test_a_run_that_is_resumed_on_another_mesh_ends_as_an_unbroken_one(options, 
 def test_what_is_written_answers_in_transformers_and_in_peft(tune, model, tmp_path):
     torch = pytest.importorskip("torch")
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
-    for run_dir, options in (("full", ()), ("lora", ("--lora-rank", 8, "--lora-targets", "attention/|mlp/(up|down)$"))):
+    for run_dir, options in (("full", ()), ("lora", ("--lora-rank", 8, "--lora-targets", "(attention/(q|k|v|out)|mlp/(up|down))$"))):
         code, _, err = tune("--steps", 60, *options, "--evaluate-every", 60, run_dir=tmp_path / run_dir)
         assert code == 0, err
     full = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "full" / "model", dtype=torch.float32)
