@@ -53,10 +53,12 @@ with so.Checkpoints(folder / "checkpoints", every=1, keep=1, hash_only=adapted.f
     checkpoints.wait()
     restored, _ = checkpoints.restore(opt, params=state.params)
 same_state = jax.tree.map(
-    lambda before, after: before is after
-    or all(
-        np.array_equal(old.data, new.data)
-        for old, new in zip(before.addressable_shards, after.addressable_shards, strict=True)
+    lambda before, after: (
+        before is after
+        or all(
+            np.array_equal(old.data, new.data)
+            for old, new in zip(before.addressable_shards, after.addressable_shards, strict=True)
+        )
     ),
     state.params,
     restored.params,
