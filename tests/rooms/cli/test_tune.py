@@ -43,7 +43,18 @@ def tune(model, conversations, tmp_path, capsys):
 
     def run(*words, folder=model, data=conversations, run_dir=tmp_path / "run"):
         paths = ["--model", folder, "--data", data, "--run-dir", run_dir]
-        sizes = "--length 32 --batch-size 8 --learning-rate 2e-2 --checkpoint-every 4 --evaluate-every 4".split()
+        sizes = [
+            "--length",
+            "32",
+            "--batch-size",
+            "8",
+            "--learning-rate",
+            "2e-2",
+            "--checkpoint-every",
+            "4",
+            "--evaluate-every",
+            "4",
+        ]
         code = main(["tune", *map(str, paths), *sizes, *map(str, words)])
         out = capsys.readouterr()
         return code, out.out, out.err

@@ -72,12 +72,9 @@ def test_tokens_and_masks_are_those_of_transformers(name, kind, tmp_path):
 def refusal_of(folder, template, messages):
     """What the tokenizer says of a conversation."""
     tokenizer = opened(folder, template)
-    with pytest.raises(ValueError, match="from here") as error:
-        try:
-            tokenizer.tokens(messages)
-        except ValueError as reason:
-            raise ValueError(f"from here: {reason}") from reason
-    return str(error.value).removeprefix("from here: ")
+    with pytest.raises(ValueError, match=r"\w") as error:
+        tokenizer.tokens(messages)
+    return str(error.value)
 
 
 @pytest.mark.parametrize(
