@@ -155,9 +155,18 @@ REDUCERS = {
 }
 
 
+DEVICES: list[Any] = []
+"""The devices that programs are compiled for; those of this process if it is empty."""
+
+
+def mesh_of(sizes):
+    """Return a mesh over the first devices that it needs."""
+    return so.make_mesh(**sizes, devices=(DEVICES or jax.devices())[: math.prod(sizes.values())])
+
+
 def strategy(name, sizes, problem, optimizer="adamw", **options):
     """Return a strategy on the first devices that the mesh needs; rules where there is a tensor axis."""
-    mesh = so.make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
+    mesh = mesh_of(sizes)
     rules = RULES if "tensor" in sizes else ()
     options = {"rules": rules, "frozen": problem.frozen} | options
     return STRATEGIES[name](OPTIMIZERS[optimizer], mesh, problem.loss_fn, **options)

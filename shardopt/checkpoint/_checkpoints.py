@@ -29,9 +29,11 @@ from shardopt.checkpoint._run_folder import (
     discard,
     remove_stale,
     run_folder,
+    set_aside,
     step_folder,
 )
-from shardopt.checkpoint._tree import Json
+from shardopt.checkpoint._sums import LeafSums
+from shardopt.checkpoint._tree import Json, leaves_by_path
 from shardopt.checkpoint._write import start_write, write_error
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import CheckpointError, DamagedCheckpointError, calling, format_error
@@ -150,7 +152,9 @@ class Checkpoints:
         """Return whether a snapshot should be taken after this step."""
         return self.memory_every is not None and step > 0 and step % self.memory_every == 0
 
-    def save_in_memory(self, state: PyTree, *, step: int, extra: dict[str, Json] | None = None) -> None:
+    def save_in_memory(
+        self, state: PyTree, *, step: int, extra: dict[str, Json] | None = None, sums: LeafSums | None = None
+    ) -> None:
         """Copy this process's shards to the host, and send them to the memory of two hosts in the background.
 
         When this returns the state may be donated. A host that cannot be reached causes a warning.
@@ -159,16 +163,25 @@ class Checkpoints:
           state: pytree of arrays.
           step: steps taken.
           extra: JSON values.
+          sums: the sums of the state, which `fit(verify_every=...)` passes.
         """
         if self._memory is not None:
-            self._memory.save(state, step, extra or {})
+            self._memory.save(state, step, extra or {}, sums)
 
-    def newest_in_memory(self, target: ShardedOptimizer) -> MemorySnapshot | None:
+    def newest_in_memory(self, target: ShardedOptimizer, *, before: int | None = None) -> MemorySnapshot | None:
         """Return the newest snapshot for `target` that is complete on all processes, or None.
 
         A snapshot counts only if it is newer than the checkpoints on disk. With several processes all must call it.
+
+        Args:
+          target: the optimizer to continue with.
+          before: this step and later ones are left out.
         """
-        return None if self._memory is None else self._memory.newest(target, self.latest() or 0)
+        return None if self._memory is None else self._memory.newest(target, self.latest() or 0, before)
+
+    def set_aside(self, step: int) -> None:
+        """Rename the folder of a checkpoint to `<step>.damaged`: it does not count any more, and can be looked at."""
+        on_primary_process(lambda: set_aside(self.directory, step))
 
     @calling(_WHO)
     def save(
@@ -178,6 +191,7 @@ class Checkpoints:
         step: int,
         metrics: Mapping[str, ArrayLike] | None = None,
         extra: dict[str, Json] | None = None,
+        sums: LeafSums | None = None,
     ) -> None:
         """Copy a state to the host and write it in the background; first wait for an earlier write.
 
@@ -188,6 +202,7 @@ class Checkpoints:
           step: the number of the checkpoint.
           metrics: scalars by name; `best` names one of them.
           extra: JSON values that `restore` returns; with several processes the values of process 0 are saved.
+          sums: the sums of the state, which `fit(verify_every=...)` passes. `restore` compares them.
 
         Raises:
           TypeError: if a leaf is not an array, a metric not a scalar, or `extra` not JSON.
@@ -198,7 +213,8 @@ class Checkpoints:
         if self.hash_only:
             extra = (extra or {}) | {KEY: record_of(state.params, self.hash_only)}
             state = without_hashed(state, self.hash_only)
-        meta = describe_state(state, step, metrics, extra)
+            sums = None if sums is None else {path: sums[path] for path in leaves_by_path(state)}
+        meta = describe_state(state, step, metrics, extra)._replace(sums=sums)
         failure = self._settled()
         if on_primary_process(lambda: self._prepare(meta.step)):
             failure = None  # the failed write was deleted with the folder

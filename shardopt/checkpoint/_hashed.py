@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardopt.checkpoint._tree import Json
+from shardopt.core._checksum import checksum
 from shardopt.core._errors import CheckpointError, error_text
 from shardopt.core._types import PyTree, leaves_with_paths
 
@@ -82,32 +83,9 @@ def hash_of_leaves(paths_and_leaves: Iterable[tuple[str, Any]]) -> str:
     """Return a hash of leaves with their key paths. It does not depend on how they are sharded."""
     digest = hashlib.sha256()
     for path, leaf in paths_and_leaves:
-        sums = np.asarray(_sums(jnp.asarray(leaf)))
-        digest.update(f"{path} {leaf.dtype} {leaf.shape} {sums[0]} {sums[1]}\n".encode())
+        first, second = np.asarray(_checksum(jnp.asarray(leaf)))
+        digest.update(f"{path} {leaf.dtype} {leaf.shape} {first} {second}\n".encode())
     return digest.hexdigest()[:32]
 
 
-@jax.jit
-def _sums(leaf: jax.Array) -> jax.Array:
-    """Return two sums of the leaf's bits, each number times an odd factor that depends on its position, modulo 2^32.
-
-    Sums of integers do not depend on their order. So shards are summed where they are.
-    """
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    if leaf.dtype == bool:
-        leaf = leaf.astype(jnp.uint8)
-    width = min(leaf.dtype.itemsize, 4)
-    bits = jax.lax.bitcast_convert_type(leaf, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[width]).astype(jnp.uint32)
-    position = jnp.zeros(bits.shape, jnp.uint32)
-    for dim, size in enumerate(bits.shape):
-        position = position * jnp.uint32(size % 2**32) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
-    factors = [_mixed(position ^ jnp.uint32(seed)) | jnp.uint32(1) for seed in (0, 0x9E3779B9)]
-    return jnp.stack([jnp.sum((bits + jnp.uint32(1)) * factor, dtype=jnp.uint32) for factor in factors])
-
-
-def _mixed(x: jax.Array) -> jax.Array:
-    """Return 32 bits mixed as in MurmurHash3 (Appleby, 2011)."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
+_checksum = jax.jit(checksum)

@@ -14,6 +14,7 @@ from shardopt.checkpoint._record import MANIFEST_NAME, RECORD_NAME, Meta, read_m
 from shardopt.checkpoint._replicas import as_stored, to_wanted
 from shardopt.checkpoint._run_folder import committed, interrupted, run_folder, step_folder
 from shardopt.checkpoint._store import Leaf, describe, dtype_of
+from shardopt.checkpoint._sums import check_sums
 from shardopt.checkpoint._tree import LeafPath, leaves_by_path, rebuild, show
 from shardopt.core._errors import (
     MAX_LISTED,
@@ -62,7 +63,8 @@ def restore(
     Raises:
       TypeError: if `target` is neither an optimizer nor an abstract state with shardings.
       StepNotFoundError: if there is no such checkpoint.
-      DamagedCheckpointError: if a file is damaged or missing; the message names it.
+      DamagedCheckpointError: if a file is damaged or missing, or a leaf does not have the sum that `fit(verify_every=...)`
+        stored; the message names it.
       CheckpointError: if orbax wrote the folder without shardopt and `target` is an optimizer. Also if a leaf is
         missing, left over, or of another shape or dtype; the message lists key paths. Also if `params` have another hash
         than the checkpoint. It is a ValueError, and the two errors above are CheckpointErrors.
@@ -140,7 +142,12 @@ def load(
     _check_undamaged(path, chosen_step)
     folder = step_folder(path, chosen_step)
     meta, source = read_meta(folder), f"step {chosen_step} in {path}"
-    read = lambda abstract_state: store.read_arrays(folder, abstract_state)  # noqa: E731
+
+    def read(abstract_state: PyTree) -> PyTree:
+        state = store.read_arrays(folder, abstract_state)
+        check_sums(source, state, meta.sums)
+        return state
+
     if (record := meta.extra.pop(KEY, None)) is None:
         return fill(source, meta, target, abstract_params, read), meta
     patterns = check_hash(source, record, params)

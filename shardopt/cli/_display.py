@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 import shardopt as so
 from shardopt.cli._communication import Traffic, describe, size, traffic_text
 from shardopt.cli._options import RunOptions, TrainOptions, TuneOptions
-from shardopt.cli._run_folder import CHECKPOINTS, CONFIG, CURVE, METRICS, SCHEDULE
+from shardopt.cli._run_folder import CHECKPOINTS, CONFIG, CURVE, METRICS, NORMS, SCHEDULE
 from shardopt.core._errors import plural
 from shardopt.data import Windows
 from shardopt.pipeline import Schedule
@@ -220,7 +220,8 @@ def show_result(
     screen.print(Text.assemble("  ", (indented(prompt), "dim"), indented(text)), soft_wrap=True)
     say(screen, f"\n{result.goodput}")
     folder = options.run.run_dir
-    files = [CHECKPOINTS, METRICS, CONFIG, CURVE] + ([SCHEDULE] if (folder / SCHEDULE).is_file() else [])
+    drawn = [name for name in (SCHEDULE, NORMS) if (folder / name).is_file()]
+    files = [CHECKPOINTS, METRICS, CONFIG, CURVE, *drawn]
     screen.print(f"\nin {folder}: {', '.join(files)}", markup=False, soft_wrap=True)
 
 

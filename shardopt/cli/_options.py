@@ -224,7 +224,7 @@ class Run:
     """Folder, checkpoints and logs of the run."""
 
     run_dir: Path = Path("runs/default")
-    """Folder for checkpoints, metrics.jsonl, config.json, loss.png and, with a pipeline, schedule.png."""
+    """Folder for checkpoints, metrics.jsonl, config.json, loss.png, with a pipeline schedule.png, and norms.png."""
 
     resume: bool = False
     """Continue the run in the folder. Options that are not set here keep their saved values; mesh, strategy, \
@@ -238,6 +238,10 @@ devices and steps may change."""
 
     evaluate_every: int = 50
     """Steps between validations."""
+
+    metrics_every: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Steps between norms of gradients, updates and parameters, of each layer; norms.png shows them as heat maps. \
+By default none."""
 
     tensorboard: bool = False
     """Write TensorBoard events too."""

@@ -23,7 +23,7 @@ from shardopt.local_updates._state import PerReplica, Replicas
 from shardopt.runtime._files import write_atomic
 
 CONFIG, CHECKPOINTS, METRICS = "config.json", "checkpoints", "metrics.jsonl"
-CURVE, SCHEDULE = "loss.png", "schedule.png"
+CURVE, SCHEDULE, NORMS = "loss.png", "schedule.png", "norms.png"
 
 
 def check_run_folder(options: RunOptions) -> None:

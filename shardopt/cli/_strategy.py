@@ -170,6 +170,9 @@ def fitted(options: TrainOptions, mesh: Mesh) -> TrainOptions:
     if communication.sync_every is not None and mesh.shape.get("replica", 1) < 2:
         problem = f"--sync-every {communication.sync_every} is for several replicas, and there is one."
         raise ValueError(format_error("train", problem, fix="add --replicas 2, or leave --sync-every out."))
+    if communication.sync_every is not None and options.run.metrics_every is not None:
+        problem = "--metrics-every takes norms of one gradient, and with --sync-every the replicas train apart."
+        raise ValueError(format_error("train", problem, fix="leave --metrics-every out."))
     if stages > 1 and not options.is_hybrid:
         problem = f"pipeline={stages} is for --strategy hybrid; {device_options.strategy} was asked for."
         raise ValueError(format_error("train", problem, fix="choose --strategy hybrid, or a --mesh without pipeline."))

@@ -18,6 +18,8 @@ from shardopt.cli._options import TrainOptions, make_optimizer
 from shardopt.cli._run_folder import (
     CHECKPOINTS,
     CURVE,
+    METRICS,
+    NORMS,
     SCHEDULE,
     ConvertingCheckpoints,
     check_run_folder,
@@ -126,6 +128,7 @@ def train(options: TrainOptions) -> None:
             num_steps=training.steps,
             evaluate=so.training.evaluation(opt, held_out_batches),
             evaluate_every=run.evaluate_every,
+            metrics_every=run.metrics_every,
             checkpoints=checkpoints,
             log=loggers(options, setup.num_bytes),
         )
@@ -135,7 +138,10 @@ def train(options: TrainOptions) -> None:
     prompt = setup.held_out[0]["tokens"][: max(1, options.model.length // 2)]
     text = continue_text(result.state.params, model, prompt, num_bytes=_SAMPLE_BYTES, seed=training.seed)
     if jax.process_index() == 0:
-        display.draw_curve(read_metrics(run.run_dir), run.run_dir / CURVE)
+        metrics = read_metrics(run.run_dir)
+        display.draw_curve(metrics, run.run_dir / CURVE)
+        if any(name.startswith("gradient_norm/") for line in metrics for name in line):
+            so.training.plot_norms(metrics, path=run.run_dir / NORMS)
     traffic = setup.traffic(opt, result, held_out_batches[0])
     display.show_result(screen, options, result, data.decode(prompt), text, traffic)
 

@@ -135,9 +135,7 @@ def read_program(
     """Compile and parse a program, and find its mesh. Arguments and errors are the same as in `audit`."""
     text, compiled = _compiled_text(program, args)
     module = parse(text)
-    replicas, partitions = (
-        _header_count(module.header, attribute) for attribute in ("replica_count", "num_partitions")
-    )
+    replicas, partitions = (header_count(module.header, attribute) for attribute in ("replica_count", "num_partitions"))
     known_mesh = mesh if mesh is not None else _known_mesh(compiled, args)
     if known_mesh is None and replicas * partitions > 1 and any(collectives_of(module)):
         problem = (
@@ -200,7 +198,7 @@ def _check_placed(lowered: Lowered, args: tuple[PyTree, ...]) -> None:
         raise ValueError(error_text(problem, unplaced, fix))
 
 
-def _header_count(header: str, attribute: str) -> int:
+def header_count(header: str, attribute: str) -> int:
     match = re.search(rf"\b{attribute}=(\d+)", header)
     return int(match[1]) if match else 1
 

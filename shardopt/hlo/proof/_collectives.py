@@ -1,0 +1,313 @@
+"""What collectives do to the pieces that devices hold: they are the identity of whole arrays, or they are wrong."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardopt.hlo.proof._lines import Groups, Line
+from shardopt.hlo.proof._value import (
+    REDUCTIONS,
+    Dim,
+    Factor,
+    Hidden,
+    Positions,
+    Unproved,
+    Value,
+    Wrong,
+    cut,
+    merged_hidden,
+    normal,
+    partition,
+    scaled,
+    varies,
+    whole,
+    zeros,
+)
+
+
+def _varying(at: Positions, groups: Groups) -> bool:
+    """Return whether any group has devices with different numbers."""
+    return any((at.array[list(group)] != at.array[group[0]]).any() for group in groups)
+
+
+def _per_group(at: Positions, groups: Groups) -> list[np.ndarray]:
+    return [at.array[list(group)] for group in groups]
+
+
+def _check_cover(groups: Groups, devices: int) -> None:
+    if sorted(device for group in groups for device in group) != list(range(devices)):
+        raise Unproved("its groups do not contain every device once.")
+    if len({len(group) for group in groups}) != 1:
+        raise Unproved("its groups have different sizes.")
+
+
+def reduced_over(value: Value, kind: str, groups: Groups, order: int) -> Value:
+    """Return the result of an all-reduce."""
+    devices = sum(len(group) for group in groups)
+    _check_cover(groups, devices)
+    n = len(groups[0])
+    if n == 1:
+        return value
+    if kind not in REDUCTIONS:
+        raise Unproved(f"no rule covers a reduction by {kind}.")
+    for dim in value.dims:
+        for factor in dim:
+            if factor.size and _varying(factor.at, groups):
+                raise Wrong("it reduces over devices that hold different pieces of an array.", groups)
+    varying = [h for h in value.hidden if _varying(h.at, groups)]
+    remaining = [h for h in value.hidden if h not in varying]
+    if kind != "add":
+        varying = [h._replace(kind="own") if h.kind in REDUCTIONS and h.kind != kind else h for h in varying]
+    if not varying:
+        if kind != "add" and kind != "multiply" or value.zero:
+            return value
+        if value.constant:  # a count of rows or devices: it is a constant no more, so that no second sum is taken
+            return value.changed(constant=False, sums=value.sums | {group_classes(groups)})
+        if any(h.kind == kind for h in remaining):
+            raise Wrong(
+                "it sums over devices that hold the same term: each term counts several times, and the sum over other "
+                "devices is still missing.",
+                groups,
+            )
+        if kind == "add" and group_classes(groups) in value.sums:
+            raise Wrong(f"it sums {n} copies of a sum that is complete already: the result is {n} times too large.", groups)
+        raise Unproved(f"it sums {n} copies of a value: right only if the result is used as an average of equal values.")
+    for h in varying:
+        if h.kind == "own":
+            raise Unproved(
+                "it sums values that devices computed from terms of a sum that is not complete: the result is that of one "
+                "device only if the computation between is linear up to rounding."
+            )
+        if h.kind == "device":
+            raise Unproved("it sums values that devices chose by their own number.")
+    if all(h.kind == "dim" for h in varying) and value.constant:
+        raise Unproved("it sums constants that differ between devices.")
+    stacked = np.stack([h.at.array for h in varying], axis=1)
+    total = math.prod(h.count for h in varying)
+    members = [frozenset(map(tuple, stacked[list(group)].tolist())) for group in groups]
+    if len(frozenset().union(*members)) < total:
+        raise Unproved("it sums terms of which some are on no device.")
+    if any(len(member) != n for member in members):
+        raise Wrong("some devices of a group hold the same term, which counts several times.", groups)
+    if n < total:
+        remaining.append(_partial(members, groups, n, total, varying, kind, order))
+    elif n > total:
+        raise Wrong("its groups have more devices than there are terms.", groups)
+    sums = value.sums | {group_classes(groups)} if kind == "add" else value.sums
+    return value.changed(hidden=merged_hidden([tuple(remaining)]), constant=False, sums=sums)
+
+
+def group_classes(groups: Groups) -> Positions:
+    """Number the groups by their first device."""
+    at = np.zeros(sum(map(len, groups)), np.int64)
+    for group in groups:
+        at[list(group)] = min(group)
+    return Positions.of(at)
+
+
+def _partial(
+    members: list[frozenset[tuple[int, ...]]],
+    groups: Groups,
+    n: int,
+    total: int,
+    varying: list[Hidden],
+    kind: str,
+    order: int,
+) -> Hidden:
+    """Return the coordinate of the reduction that remains: groups summed other sets of terms."""
+    distinct = sorted(set(members), key=sorted)
+    if total % n or sum(len(member) for member in distinct) != len(frozenset().union(*distinct)):
+        raise Wrong("its groups sum sets of terms that overlap, so that no later sum can complete them.", groups)
+    at = np.zeros(sum(map(len, groups)), np.int64)
+    for member, group in zip(members, groups, strict=True):
+        at[list(group)] = distinct.index(member)
+    origin = next((h.origin for h in varying if h.kind == kind), order)
+    return Hidden(kind, Positions.of(at), total // n, origin)
+
+
+def position_in_group(groups: Groups) -> Positions:
+    """Return the position of each device in its group."""
+    at = np.zeros(sum(map(len, groups)), np.int64)
+    for group in groups:
+        at[list(group)] = np.arange(len(group))
+    return Positions.of(at)
+
+
+def block(value: Value, dim: int, at: Positions, n: int) -> Value:
+    """Return one of n blocks of a dim: block `at` of each device."""
+    if n == 1:
+        return value
+    size = value.shape[dim]
+    shape = (*value.shape[:dim], size // n, *value.shape[dim + 1 :])
+    factors, hidden = list(normal(value.dims[dim])), list(value.hidden)
+    if factors and factors[0].size == 0 and factors[0].local % n == 0:
+        factors[0] = factors[0]._replace(local=factors[0].local // n)
+    elif factors and factors[0].size > 0 and factors[0].local % n == 0:
+        major, minor = cut(factors[0], n)
+        start = Positions.of(major.at.array + at.array)
+        if minor.local == 1:
+            hidden.append(Hidden("dim", start, major.size, -1))
+            factors = factors[1:]
+        else:
+            factors[0] = Factor(minor.local, major.size * minor.local, scaled(start, minor.local))
+    else:
+        raise Unproved("it cuts a dim that is made of several pieces.")
+    new_dim = normal(tuple(factor for factor in factors if factor.local != 1))
+    dims = (*value.dims[:dim], new_dim, *value.dims[dim + 1 :])
+    return value.changed(shape=shape, dims=dims, hidden=merged_hidden([tuple(hidden)]), fill=value.fill)
+
+
+def gathered(value: Value, dim: int, groups: Groups) -> Value:
+    """Return the result of an all-gather along a dim: the pieces of each group, in its order."""
+    devices = sum(len(group) for group in groups)
+    _check_cover(groups, devices)
+    n = len(groups[0])
+    if n == 1:
+        return value
+    size = value.shape[dim]
+    shape = (*value.shape[:dim], size * n, *value.shape[dim + 1 :])
+    if value.parts or value.fill is not None and not value.hidden:
+        return value.changed(shape=shape, dims=_replaced(value.dims, dim, _constant(size * n, devices)), fill=value.fill)
+    new_major, dims, hidden = _gathered_coordinate(value, groups, devices, n)
+    factors = list(dims[dim])
+    if new_major is not None:
+        moved, factor = new_major
+        if moved == dim and len(value.dims[dim]) and factors[:1] == [factor]:
+            factors[0] = Factor(factor.local * n, factor.size, _first(factor.at, groups))
+        else:
+            factors = [_major_of(moved, factor, groups, n, devices), *factors]
+            dims = _replaced(dims, moved, _without_piece(dims[moved], factor, devices)) if moved >= 0 else dims
+            if moved == dim:
+                factors = [factors[0], *_without_piece(value.dims[dim], factor, devices)]
+    else:
+        factors = [Factor(n, 0, zeros(devices)), *factors]
+    return value.changed(shape=shape, dims=_replaced(dims, dim, normal(tuple(factors))), hidden=hidden)
+
+
+def _constant(size: int, devices: int) -> Dim:
+    return (Factor(size, 0, zeros(devices)),)
+
+
+def _replaced(dims: tuple[Dim, ...], dim: int, new: Dim) -> tuple[Dim, ...]:
+    return (*dims[:dim], new, *dims[dim + 1 :])
+
+
+def _without_piece(dim: Dim, factor: Factor, devices: int) -> Dim:
+    """Return the dim in which a piece is whole, because what it was a piece of is gathered elsewhere."""
+    return tuple(whole(f.local, devices)[0] if f == factor else f for f in dim)
+
+
+def _major_of(moved: int, factor: Factor, groups: Groups, n: int, devices: int) -> Factor:
+    if moved < 0:  # a hidden dim
+        return Factor(n, factor.size, _first(factor.at, groups))
+    return Factor(n, factor.size // factor.local, scaled(_first(factor.at, groups), 1, factor.local))
+
+
+def _first(at: Positions, groups: Groups) -> Positions:
+    """Return the number of the first device of each group, on all of its devices."""
+    first = at.array.copy()
+    for group in groups:
+        first[list(group)] = at.array[group[0]]
+    return Positions.of(first)
+
+
+def _gathered_coordinate(
+    value: Value, groups: Groups, devices: int, n: int
+) -> tuple[tuple[int, Factor] | None, tuple[Dim, ...], tuple[Hidden, ...]]:
+    """Return the one coordinate that varies in the groups: (dim, factor), dim -1 for a hidden dim; None if there is none."""
+    factors = [
+        (i, factor) for i, dim in enumerate(value.dims) for factor in dim if factor.size and _varying(factor.at, groups)
+    ]
+    hidden = [h for h in value.hidden if _varying(h.at, groups)]
+    if not factors and not hidden:
+        return None, value.dims, value.hidden
+    remaining = tuple(h for h in value.hidden if h not in hidden)
+    if len(factors) == 1 and not hidden:
+        ((dim, factor),) = factors
+        _check_ascending(factor.at, factor.local, groups)
+        return (dim, factor), value.dims, remaining
+    if not factors and len(hidden) == 1 and hidden[0].kind == "dim":
+        (h,) = hidden
+        _check_ascending(h.at, 1, groups)
+        return (-1, Factor(1, h.count, h.at)), value.dims, remaining
+    if len(hidden) > 1 and not factors and all(h.kind == "dim" for h in hidden):
+        counts = sorted(hidden, key=lambda h: -_period(h.at, groups))
+        combined = np.zeros(devices, np.int64)
+        for h in counts:
+            combined = combined * h.count + h.at.array
+        at = Positions.of(combined)
+        _check_ascending(at, 1, groups)
+        return (-1, Factor(1, math.prod(h.count for h in hidden), at)), value.dims, remaining
+    kinds = {h.kind for h in hidden} - {"dim"}
+    if kinds:
+        raise Unproved("it gathers " + _terms(kinds))
+    raise Unproved("it gathers pieces that differ in several ways.")
+
+
+def _period(at: Positions, groups: Groups) -> int:
+    """Return how many neighbours in a group have equal coordinates."""
+    row = at.array[list(groups[0])]
+    return int(np.argmax(row != row[0])) or len(row)
+
+
+def _terms(kinds: set[str]) -> str:
+    if kinds & {"device"}:
+        return "values that devices chose by their own number."
+    return "terms of a sum that is not complete."
+
+
+def _check_ascending(at: Positions, step: int, groups: Groups) -> None:
+    for row in _per_group(at, groups):
+        if (row != row[0] + step * np.arange(len(row))).any():
+            raise Wrong(f"it joins pieces in another order than they have in the array: from {row[:8].tolist()}.", groups)
+
+
+def exchanged(value: Value, dim: int, groups: Groups) -> Value:
+    """Return the result of an all-to-all: block i of a dim goes to device i of the group, blocks arrive in its order."""
+    devices = sum(len(group) for group in groups)
+    _check_cover(groups, devices)
+    n = len(groups[0])
+    if n == 1:
+        return value
+    size = value.shape[dim]
+    sent = block(value, dim, zeros(devices), n)
+    received = gathered(sent, dim, groups)
+    # the block that arrives is the one with the receiver's number: gathering saw block 0 of every device
+    own = block(value, dim, position_in_group(groups), n)
+    return _moved_block(received, sent, own, dim, size, groups)
+
+
+def _moved_block(received: Value, sent: Value, own: Value, dim: int, size: int, groups: Groups) -> Value:
+    """Return what was gathered from block 0 with the coordinates of the receiver's own block."""
+    new_hidden = [h for h in own.hidden if h not in sent.hidden]
+    factors = list(received.dims[dim])
+    changed = [(a, b) for a, b in zip(sent.dims[dim], own.dims[dim], strict=False) if a != b]
+    for before, after in changed:
+        if before not in factors:
+            raise Unproved("it exchanges blocks of a dim of which each device holds a piece.")
+        factors[factors.index(before)] = after
+    dims = _replaced(received.dims, dim, tuple(factors))
+    hidden = tuple(h for h in received.hidden if h not in sent.hidden or h in own.hidden)
+    return received.changed(dims=dims, hidden=merged_hidden([(*hidden, *new_hidden)]), fill=received.fill)
+
+
+def permuted(value: Value, pairs: Groups, devices: int, order: int) -> Value:
+    """Return the result of a collective-permute."""
+    if value.zero:
+        return value
+    source = np.full(devices, -1)
+    for start, target in pairs:
+        source[target] = start
+    receives = Positions.of(source >= 0)
+    source = np.where(source < 0, np.arange(devices), source)  # the others get zeros
+
+    def moved(at: Positions) -> Positions:
+        return Positions.of(at.array[source])
+
+    dims = tuple(tuple(factor._replace(at=moved(factor.at)) for factor in dim) for dim in value.dims)
+    hidden = tuple(h._replace(at=moved(h.at)) for h in value.hidden)
+    if varies(receives):
+        hidden = (*hidden, Hidden("device", partition(receives), 2, order))
+    parts = None if value.parts is None else tuple(permuted(part, pairs, devices, order) for part in value.parts)
+    return value.changed(dims=dims, hidden=merged_hidden([hidden]), fill=value.fill, parts=parts)

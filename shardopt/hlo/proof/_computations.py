@@ -1,0 +1,349 @@
+"""Walk through a program and derive every value: fusions, calls, loops and branches are opened."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from shardopt.hlo._collective import permute_pairs, read_groups, replica_groups
+from shardopt.hlo.proof import _collectives, _indexing, _rules
+from shardopt.hlo.proof._convolution import convolution
+from shardopt.hlo.proof._lines import Groups, Line, array_shape, leaves
+from shardopt.hlo.proof._lookup import noted
+from shardopt.hlo.proof._numbers import iota, known, literal
+from shardopt.hlo.proof._parts import along
+from shardopt.hlo.proof._value import Fault, Hidden, Unproved, Value, Wrong, joined, merged_hidden, same_everywhere, used, whole
+
+Result = Any
+"""A `Value`, or a tuple of results."""
+
+MAX_TURNS = 12
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+_UNNOTED = ("fusion", "async-start", "call-start", "get-tuple-element", "while", "conditional", "optimization-barrier", "opt-barrier", "call")
+_THROUGH = ("async-done", "async-update", "copy-done", *(f"{kind}-done" for kind in COLLECTIVES))
+
+
+class Walk:
+    """The derivation of one program.
+
+    Attributes:
+      computations: the lines of each computation.
+      replicas: the number of replicas.
+      partitions: the number of partitions.
+    """
+
+    def __init__(self, computations: dict[str, tuple[Line, ...]], replicas: int, partitions: int) -> None:
+        self.computations, self.replicas, self.partitions = computations, replicas, partitions
+        self.devices = replicas * partitions
+        self.known: dict[tuple[str, tuple[Result, ...]], Result] = {}
+        _rules.set_devices(self.devices)
+
+    def run(self, name: str, arguments: tuple[Result, ...]) -> Result:
+        """Return the result of a computation for its arguments."""
+        key = (name, arguments)
+        if key not in self.known:
+            self.known[key] = self._run(name, arguments)
+        return self.known[key]
+
+    def _run(self, name: str, arguments: tuple[Result, ...]) -> Result:
+        values: dict[str, Result] = {}
+        shapes: dict[str, str] = {}
+        result: Result = ()
+        for line in self.computations[name]:
+            if line.opcode == "parameter":
+                values[line.name] = arguments[int(line.rest.partition(")")[0])]
+            else:
+                operands = [values[operand] for operand in line.operands]
+                values[line.name] = self.line(line, operands, [shapes[operand] for operand in line.operands])
+            shapes[line.name] = line.shape
+            if line.is_root:
+                result = values[line.name]
+        return result
+
+    def line(self, line: Line, operands: Sequence[Result], shapes: Sequence[str]) -> Result:
+        """Return the result of one instruction; a fault, if it is wrong or no rule covers it."""
+        try:
+            result = self._line(line, operands, shapes)
+            if isinstance(result, Value) and line.opcode not in _UNNOTED:
+                return noted(line, [o for o in operands if isinstance(o, Value)], result, self.devices)
+            return result
+        except Wrong as problem:
+            fault = Fault(True, line.order, problem.reason, problem.groups)
+        except Unproved as problem:
+            fault = Fault(False, line.order, problem.reason)
+        except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
+            fault = Fault(False, line.order, f"the rule of {line.opcode} does not cover this form of it ({error!r}).")
+        return faulty(_result_shape(line), frozenset([fault]))
+
+    def _line(self, line: Line, operands: Sequence[Result], shapes: Sequence[str]) -> Result:
+        opcode = line.opcode
+        if opcode in ("tuple", "after-all"):
+            return tuple(operands)
+        if opcode == "get-tuple-element":
+            return operands[0][int(line.attributes["index"])] if isinstance(operands[0], tuple) else operands[0]
+        if opcode in _THROUGH or opcode in ("optimization-barrier", "opt-barrier"):
+            return operands[0]
+        if opcode in ("fusion", "call", "async-start", "call-start"):
+            return self.run(line.callee, tuple(operands))
+        if opcode == "while":
+            return self._while(line, operands[0])
+        if opcode == "conditional":
+            return self._conditional(line, operands)
+        if opcode == "constant":
+            return literal(line, self.devices)
+        if opcode == "iota":
+            return iota(line, self.devices)
+        if opcode in ("partition-id", "replica-id"):
+            positions = np.arange(self.devices)
+            ids = positions % self.partitions if opcode == "partition-id" else positions // self.partitions
+            return known(ids.astype(np.uint32), self.devices, line.order)
+        kind = opcode.removesuffix("-start")
+        if kind in COLLECTIVES:
+            return self._collective(line, kind, operands)
+        if faults := _faults(operands):
+            return faulty(_result_shape(line), faults)
+        return self._local(line, list(operands), shapes)
+
+    def _local(self, line: Line, operands: list[Value], shapes: Sequence[str]) -> Result:
+        opcode, devices = line.opcode, self.devices
+        if any(not isinstance(operand, Value) for operand in operands):
+            raise Unproved(f"no rule covers {opcode} of a tuple.")
+        if opcode in ("sort", "reduce", "custom-call", "rng-bit-generator", "scatter") and any(o.parts for o in operands):
+            raise Unproved(f"no rule covers {opcode} of a bucket of pieces with different layouts.")
+        constant = all(operand.constant for operand in operands)
+        if opcode == "sort":
+            results = _indexing.sort(line, operands, devices)
+            return results if line.shape.startswith("(") else results[0]
+        if opcode == "custom-call":
+            return self._custom_call(line, operands)
+        if opcode == "reduce":
+            return self._reduce(line, operands)
+        if opcode == "scatter":
+            return _indexing.scatter(line, operands, devices, self.reduction(line.callee))
+        if opcode == "copy-start":
+            return operands[0]
+        if opcode == "bitcast" and operands[0].data is None and not operands[0].parts:
+            return _rules.bitcast(operands[0], shapes[0], line.shape, line.dims)._replace(constant=constant)
+        if opcode in _SPECIAL and not any(operand.parts for operand in operands):
+            value = _rules.evaluate(line, operands, devices)
+            if value is not None:
+                return known(value, devices, line.order)
+            return _rules.without_known_devices(_SPECIAL[opcode](line, operands, devices)._replace(constant=constant))
+        return _rules.apply(line, operands, devices)
+
+    def reduction(self, name: str) -> str | None:
+        """Return the reduction of a computation of two scalars, such as `add`; None for others."""
+        opcodes = [line.opcode for line in self.computations.get(name, ()) if line.opcode not in ("parameter", "convert")]
+        return opcodes[0] if len(opcodes) == 1 else None
+
+    def _reduce(self, line: Line, operands: list[Value]) -> Result:
+        kind = self.reduction(line.callee)
+        half = len(operands) // 2
+        if half == 1 and kind is not None:
+            value = _rules.reduce(line, operands[0], operands[1], kind)
+            return value._replace(constant=all(operand.constant for operand in operands))
+        removed = line.integers("dimensions")
+        mixed = _indexing.along_whole(line, operands[:half], removed)
+        kept = [i for i in range(len(mixed[0].shape)) if i not in removed]
+        results = tuple(
+            Value(tuple(v.shape[i] for i in kept), tuple(v.dims[i] for i in kept), v.hidden) for v in mixed
+        )
+        return results if line.shape.startswith("(") else results[0]
+
+    def _custom_call(self, line: Line, operands: list[Value]) -> Result:
+        target = line.attributes.get("custom_call_target", "").strip('"')
+        if target in _IDENTITIES:
+            return operands[0]
+        if target == "TopK":
+            (value,) = operands
+            (mixed,) = _indexing.along_whole(line, [value], [len(value.shape) - 1])
+            shape = array_shape(leaves(line.shape)[0])
+            dims = (*mixed.dims[:-1], whole(shape[-1], self.devices))
+            return (Value(shape, dims, mixed.hidden),) * 2
+        if target == "AllocateBuffer":  # the program writes all of it before it reads it
+            shape = line.dims
+            dims = tuple(same_everywhere(size, self.devices) for size in shape)
+            return Value(shape, dims, constant=True, fill=0)
+        if target.startswith("lapack_") or target in ("Cholesky", "Qr", "Eigh"):
+            return self._of_matrices(line, operands)
+        raise Unproved(f"no rule covers the custom call {target}.")
+
+    def _of_matrices(self, line: Line, operands: list[Value]) -> Result:
+        """Decompositions: the last two dims are matrices, and whole; the dims before are a batch."""
+        rank = max(len(operand.shape) for operand in operands)
+        batch = next(operand for operand in operands if len(operand.shape) == rank)
+        for operand in operands:
+            if not all(_rules.is_whole(dim) for dim in operand.dims[max(len(operand.shape) - 2, 0) :]):
+                raise Unproved("it decomposes matrices of which each device holds a piece.")
+        hidden = merged_hidden(used(operand.hidden, line.order) for operand in operands)
+        results = []
+        for shape in leaves(line.shape):
+            sizes = array_shape(shape)
+            dims = tuple(
+                batch.dims[i] if i < rank - 2 and size == batch.shape[i] else whole(size, self.devices)
+                for i, size in enumerate(sizes)
+            )
+            results.append(Value(sizes, dims, hidden))
+        return tuple(results) if line.shape.startswith("(") else results[0]
+
+    # loops and branches
+
+    def _while(self, line: Line, initial: Result) -> Result:
+        body, condition = (line.attributes[key].strip(" %") for key in ("body", "condition"))
+        state = initial
+        for _ in range(MAX_TURNS):
+            following = join(state, self.run(body, (state,)), line)
+            if following == state:
+                break
+            state = following
+        else:
+            raise Unproved("what the loop carries reaches no fixed point.")
+        predicate = self.run(condition, (state,))
+        if predicate.faults:
+            return faulty(line.shape, predicate.faults)
+        # devices that leave the loop after different numbers of turns hold different things
+        return _with_hidden(state, used(predicate.hidden, line.order)) if predicate.hidden else state
+
+    def _conditional(self, line: Line, operands: Sequence[Result]) -> Result:
+        keys = ["branch_computations", "true_computation", "false_computation"]
+        names = [name.strip(" %{}") for key in keys if key in line.attributes for name in line.attributes[key].split(",")]
+        index = operands[0]
+        results = [self.run(name, (operand,)) for name, operand in zip(names, operands[1:], strict=True)]
+        if index.faults:
+            return faulty(line.shape, index.faults)
+        result = functools.reduce(lambda a, b: join(a, b, line), results)
+        hidden = used(index.hidden, line.order)
+        return _with_hidden(result, hidden) if hidden else result
+
+    # collectives
+
+    def _groups(self, line: Line, *, has_global_flag: bool) -> Groups:
+        return replica_groups(
+            line.attributes, replicas=self.replicas, partitions=self.partitions, has_global_flag=has_global_flag
+        )
+
+    def _collective(self, line: Line, kind: str, operands: Sequence[Result]) -> Result:
+        if kind == "all-to-all" and "dimensions" not in line.attributes:
+            return self._tuple_all_to_all(line, operands)
+        if kind == "collective-permute" and len(operands) != 1:
+            raise Unproved("no rule covers a permute in place.")
+        results = []
+        shape = _result_shape(line)
+        shapes = leaves(shape)
+        for i, operand in enumerate(operands):
+            if not isinstance(operand, Value):
+                raise Unproved(f"no rule covers {kind} of a tuple.")
+            try:
+                if operand.faults:
+                    results.append(faulty(shapes[i], operand.faults))
+                else:
+                    results.append(self._one_collective(line, kind, operand))
+            except Wrong as problem:
+                results.append(faulty(shapes[i], frozenset([Fault(True, line.order, problem.reason, problem.groups)])))
+            except Unproved as problem:
+                results.append(faulty(shapes[i], frozenset([Fault(False, line.order, problem.reason)])))
+        return tuple(results) if shape.startswith("(") else results[0]
+
+    def _one_collective(self, line: Line, kind: str, value: Value) -> Value:
+        if kind == "collective-permute":
+            pairs = read_groups(line.attributes.get("source_target_pairs", "{}"), 0)
+            moving = permute_pairs(line.attributes, replicas=self.replicas, partitions=self.partitions)
+            if self.replicas == 1 or self.partitions == 1:
+                moving = (*moving, *((s, t) for s, t in pairs if s == t))
+            return _collectives.permuted(value, moving, self.devices, line.order)
+        groups = self._groups(line, has_global_flag=kind in ("all-reduce", "all-gather", "reduce-scatter"))
+        if kind == "all-reduce":
+            return self._by_part(value, lambda part: self._reduced(line, part, groups))
+        if kind == "collective-broadcast":
+            raise Unproved("no rule covers collective-broadcast.")
+        (dim,) = line.integers("dimensions")
+        if value.parts and dim == along(value):
+            raise Unproved(f"{kind} along the dim in which a bucket joins its pieces.")
+        if kind == "all-gather":
+            return self._by_part(value, lambda part: _collectives.gathered(part, dim, groups))
+        if kind == "all-to-all":
+            return self._by_part(value, lambda part: _collectives.exchanged(part, dim, groups))
+        at, n = _collectives.position_in_group(groups), len(groups[0])
+        return self._by_part(
+            value, lambda part: _collectives.block(self._reduced(line, part, groups), dim, at, n)
+        )
+
+    def _reduced(self, line: Line, value: Value, groups: Groups) -> Value:
+        return _collectives.reduced_over(value, self.reduction(line.callee) or "?", groups, line.order)
+
+    def _by_part(self, value: Value, rule: Any) -> Value:
+        if not value.parts:
+            return rule(value)
+        dim = along(value)
+        parts = tuple(rule(part) for part in value.parts)
+        shape = tuple(value.shape[i] if i == dim else n for i, n in enumerate(parts[0].shape))
+        return Value(shape, tuple(() for _ in shape), parts=parts)
+
+    def _tuple_all_to_all(self, line: Line, operands: Sequence[Value]) -> Result:
+        if faults := _faults(operands):
+            return faulty(line.shape, faults)
+        if any(operand.parts for operand in operands):
+            raise Unproved("devices send each other buckets of different pieces.")
+        groups = self._groups(line, has_global_flag=False)
+        common, values = _rules.unified_operands(operands)
+        kinds = {(h.kind, h.at) for value in values for h in value.hidden}
+        if any({(h.kind, h.at) for h in value.hidden} != kinds for value in values):
+            raise Unproved("it exchanges arrays of different layouts.")
+        n = len(operands)
+        shape = (n, *operands[0].shape)
+        stacked = Value(shape, (whole(n, self.devices), *common), merged_hidden(value.hidden for value in values))
+        received = _collectives.exchanged(stacked, 0, groups)
+        element = Value(operands[0].shape, received.dims[1:], received.hidden)
+        return (element,) * n
+
+
+def _result_shape(line: Line) -> str:
+    """Return the shape of the results: that of a `-start` also has its operands and contexts."""
+    if not line.opcode.endswith("-start") or not line.shape.startswith("("):
+        return line.shape
+    if line.opcode == "copy-start":
+        return leaves(line.shape)[0]
+    return line.shape if line.opcode in ("all-reduce-start", "async-start", "call-start") else leaves(line.shape)[1]
+
+
+_SPECIAL = {
+    "dynamic-slice": _indexing.dynamic_slice,
+    "dynamic-update-slice": _indexing.dynamic_update_slice,
+    "gather": _indexing.gather,
+    "convolution": convolution,
+}
+_IDENTITIES = ("Sharding", "MoveToHost", "MoveToDevice", "annotate_device_placement", "LayoutConstraint", "AssumeGatherIndicesInBound")
+
+
+def faulty(shape: str, faults: frozenset[Fault]) -> Result:
+    """Return a result whose every array has these faults."""
+    if shape.startswith("("):
+        return tuple(faulty(part, faults) for part in leaves(shape))
+    dims = array_shape(shape)
+    return Value(dims, tuple(() for _ in dims), faults=faults)
+
+
+def _faults(operands: Sequence[Result]) -> frozenset[Fault]:
+    faults: frozenset[Fault] = frozenset()
+    for operand in operands:
+        faults |= _faults(operand) if isinstance(operand, tuple) and not isinstance(operand, Value) else operand.faults
+    return faults
+
+
+def join(first: Result, second: Result, line: Line) -> Result:
+    """Return what holds for both of two results."""
+    if not isinstance(first, Value):
+        return tuple(join(a, b, line) for a, b in zip(first, second, strict=True))
+    try:
+        return joined(first, second)
+    except Unproved as problem:
+        return first._replace(faults=frozenset([Fault(False, line.order, problem.reason)]))
+
+
+def _with_hidden(result: Result, hidden: tuple[Hidden, ...]) -> Result:
+    if not isinstance(result, Value):
+        return tuple(_with_hidden(part, hidden) for part in result)
+    if result.faults:
+        return result
+    return _rules.without_known_devices(result.changed(hidden=merged_hidden([result.hidden, hidden])))

@@ -1,0 +1,118 @@
+"""The collectives of HLO in numpy: a value is an array [devices, ...], and a collective mixes its rows."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shardopt.hlo._collective import Groups, permute_pairs, replica_groups
+
+Reduction = Callable[..., np.ndarray]
+
+
+class Devices(NamedTuple):
+    """The devices that run a computation: their positions in the device assignment, and the size of the program."""
+
+    positions: np.ndarray
+    replicas: int
+    partitions: int
+
+    def rows(self, groups: Groups) -> list[list[int]]:
+        """Return the rows of each group among these devices; raise ValueError if a group waits for other devices."""
+        row_of = {int(position): row for row, position in enumerate(self.positions)}
+        rows = []
+        for group in groups:
+            members = [row_of[position] for position in group if position in row_of]
+            if len(members) not in (0, len(group)):
+                raise ValueError(f"of its group {group} only some devices run it, so it waits forever")
+            if members:
+                rows.append(members)
+        if sorted(row for members in rows for row in members) != list(range(len(self.positions))):
+            raise ValueError(f"its groups {groups} do not hold each device once")
+        return rows
+
+
+def groups_of(kind: str, attributes: dict[str, str], devices: Devices) -> Groups:
+    """Return the groups of a collective as positions."""
+    return replica_groups(
+        attributes,
+        replicas=devices.replicas,
+        partitions=devices.partitions,
+        has_global_flag=kind in ("all-reduce", "all-gather", "reduce-scatter"),
+    )
+
+
+def all_reduce(value: np.ndarray, rows: list[list[int]], reduction: Reduction) -> np.ndarray:
+    """Return the sum over each group, on each of its devices."""
+    result = np.empty_like(value)
+    for members in rows:
+        result[members] = reduction(value[members])
+    return result
+
+
+def all_gather(value: np.ndarray, rows: list[list[int]], dim: int) -> np.ndarray:
+    """Return the members' values one after the other along a dim."""
+    gathered: list[np.ndarray] = [value] * len(value)
+    for members in rows:
+        whole = np.concatenate([value[row] for row in members], dim)
+        for row in members:
+            gathered[row] = whole
+    return np.stack(gathered)
+
+
+def reduce_scatter(value: np.ndarray, rows: list[list[int]], dim: int, reduction: Reduction) -> np.ndarray:
+    """Return each member's part of the sum over its group."""
+    parts: list[np.ndarray] = [value] * len(value)
+    for members in rows:
+        for row, part in zip(members, np.split(reduction(value[members]), len(members), dim), strict=True):
+            parts[row] = part
+    return np.stack(parts)
+
+
+def all_to_all(value: np.ndarray, rows: list[list[int]], dim: int) -> np.ndarray:
+    """Split a dim between the members, and put together what each received along the same dim."""
+    received: list[np.ndarray] = [value] * len(value)
+    for members in rows:
+        pieces = [np.split(value[row], len(members), dim) for row in members]
+        for place, row in enumerate(members):
+            received[row] = np.concatenate([sent[place] for sent in pieces], dim)
+    return np.stack(received)
+
+
+def exchange(values: Sequence[np.ndarray], rows: list[list[int]]) -> tuple[np.ndarray, ...]:
+    """The all-to-all of tuples: operand i goes to member i, and result i came from member i."""
+    results = [np.empty_like(value) for value in values]
+    for members in rows:
+        for target, row in enumerate(members):
+            for source, sender in enumerate(members):
+                results[source][row] = values[target][sender]
+    return tuple(results)
+
+
+def permute(value: np.ndarray, attributes: dict[str, str], devices: Devices) -> np.ndarray:
+    """Return what each device receives; zeros if it receives nothing."""
+    pairs = attributes["source_target_pairs"]
+    moving = permute_pairs(attributes, replicas=devices.replicas, partitions=devices.partitions)
+    row_of = {int(position): row for row, position in enumerate(devices.positions)}
+    result = np.zeros_like(value)
+    targets = [target for _, target in moving]
+    if len(set(targets)) < len(targets):
+        raise ValueError(f"a device receives twice: {pairs}")
+    for source, target in (*moving, *_unmoved(pairs, attributes, devices)):
+        if (source in row_of) != (target in row_of):
+            raise ValueError(f"only one of the devices {source} and {target} runs it, so it waits forever")
+        if source in row_of:
+            result[row_of[target]] = value[row_of[source]]
+    return result
+
+
+def _unmoved(pairs: str, attributes: dict[str, str], devices: Devices) -> list[tuple[int, int]]:
+    """Return the pairs of equal positions, which keep a value and are no traffic."""
+    own = [int(a) for a, b in _pairs(pairs) if a == b]
+    positions = np.arange(devices.replicas * devices.partitions).reshape(devices.replicas, devices.partitions)
+    lines = positions if "channel_id" in attributes else positions.T
+    return [(int(line[place]), int(line[place])) for line in lines for place in own]
+
+
+def _pairs(text: str) -> list[list[str]]:
+    return [pair.split(",") for pair in text.strip("{} ").replace(" ", "").split("},{") if pair]

@@ -1,0 +1,602 @@
+"""The array operations of HLO in numpy. A value is an array [devices, ...]: dim d of HLO is axis d + 1."""
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from shardopt.hlo.proof._interpret_shards import Shape, from_memory, numbers, read_shape, to_memory
+
+Operation = Callable[..., Any]
+
+
+class Line(NamedTuple):
+    """An instruction with its attributes and the shapes of its result and its operands, as text."""
+
+    opcode: str
+    shape: str
+    attributes: dict[str, str]
+    operand_shapes: tuple[str, ...]
+
+    @property
+    def result(self) -> Shape:
+        """The shape of an array result."""
+        return read_shape(self.shape)
+
+    def operand(self, index: int) -> Shape:
+        """Return the shape of an array operand."""
+        return read_shape(self.operand_shapes[index])
+
+    def dims(self, name: str) -> tuple[int, ...]:
+        """Return an attribute that lists dims."""
+        return numbers(self.attributes.get(name, "{}"))
+
+
+def _integer_divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    if a.dtype.kind not in "iu":
+        return np.divide(a, b)
+    safe = np.where(b == 0, 1, b)
+    quotient = np.abs(a) // np.abs(safe) if a.dtype.kind == "i" else a // safe
+    quotient = quotient * (np.sign(a) * np.sign(safe)) if a.dtype.kind == "i" else quotient
+    return np.where(b == 0, np.array(-1).astype(a.dtype), quotient).astype(a.dtype)
+
+
+def _remainder(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.where(b == 0, a, np.fmod(a, np.where(b == 0, 1, b))).astype(a.dtype) if a.dtype.kind in "iu" else np.fmod(a, b)
+
+
+def _shift(a: np.ndarray, b: np.ndarray, shift: Callable, *, signed: bool, fill: Callable) -> np.ndarray:
+    bits = a.dtype.itemsize * 8
+    kind = np.dtype(f"{'int' if signed else 'uint'}{bits}")
+    count = b.astype(np.uint64)
+    inside = shift(a.view(kind), np.minimum(count, np.uint64(bits - 1)).astype(kind))
+    return np.where(count < bits, inside, fill(a.view(kind))).astype(kind).view(a.dtype)
+
+
+def _zero(a: np.ndarray) -> np.ndarray:
+    return np.zeros_like(a)
+
+
+def _sign_bits(a: np.ndarray) -> np.ndarray:
+    return np.where(a < 0, -1, 0).astype(a.dtype)
+
+
+def _leading_zeros(a: np.ndarray) -> np.ndarray:
+    bits = a.dtype.itemsize * 8
+    values = a.view(f"uint{bits}").astype(np.float64 if bits <= 32 else np.longdouble)
+    return (bits - np.frexp(values)[1]).astype(a.dtype)
+
+
+def _erf(a: np.ndarray) -> np.ndarray:
+    from scipy.special import erf
+
+    return erf(a.astype(np.float64)).astype(a.dtype)
+
+
+def _nan_maximum(pick: Callable) -> Operation:
+    return lambda a, b: pick(a, b)
+
+
+UNARY: dict[str, Operation] = {
+    "abs": np.abs,
+    "negate": np.negative,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda a: (1 / np.sqrt(a)).astype(a.dtype),
+    "cbrt": np.cbrt,
+    "exponential": np.exp,
+    "exponential-minus-one": np.expm1,
+    "log": np.log,
+    "log-plus-one": np.log1p,
+    "tanh": np.tanh,
+    "sine": np.sin,
+    "cosine": np.cos,
+    "tan": np.tan,
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "round-nearest-even": np.rint,
+    "round-nearest-afz": lambda a: (np.sign(a) * np.floor(np.abs(a) + 0.5)).astype(a.dtype),
+    "sign": np.sign,
+    "not": np.invert,
+    "is-finite": np.isfinite,
+    "logistic": lambda a: (1 / (1 + np.exp(-a))).astype(a.dtype),
+    "erf": _erf,
+    "count-leading-zeros": _leading_zeros,
+    "popcnt": lambda a: np.bitwise_count(a).astype(a.dtype),
+}
+BINARY: dict[str, Operation] = {
+    "add": np.add,
+    "subtract": np.subtract,
+    "multiply": np.multiply,
+    "divide": _integer_divide,
+    "remainder": _remainder,
+    "power": np.power,
+    "maximum": np.maximum,
+    "minimum": np.minimum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "atan2": np.arctan2,
+    "shift-left": lambda a, b: _shift(a, b, np.left_shift, signed=False, fill=_zero),
+    "shift-right-logical": lambda a, b: _shift(a, b, np.right_shift, signed=False, fill=_zero),
+    "shift-right-arithmetic": lambda a, b: _shift(a, b, np.right_shift, signed=True, fill=_sign_bits),
+}
+COMPARE = {"EQ": np.equal, "NE": np.not_equal, "LT": np.less, "LE": np.less_equal, "GT": np.greater, "GE": np.greater_equal}
+UFUNCS = {"add": np.add, "multiply": np.multiply, "maximum": np.maximum, "minimum": np.minimum}
+UFUNCS |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+
+
+def reduce_rows(ufunc: Any, value: np.ndarray, axis: int | tuple[int, ...]) -> np.ndarray:
+    """Reduce axes, sums of short floats in fp32."""
+    if value.dtype == ml_dtypes.bfloat16 or value.dtype == np.float16:
+        return ufunc.reduce(value.astype(np.float32), axis=axis).astype(value.dtype)
+    return ufunc.reduce(value, axis=axis, dtype=value.dtype)
+
+
+def elementwise(line: Line) -> Operation | None:
+    """Return an operation on single numbers; None for other opcodes."""
+    opcode, dtype = line.opcode, None if line.shape.startswith("(") else line.result.dtype
+    if opcode in UNARY or opcode in BINARY:
+        function = UNARY.get(opcode) or BINARY[opcode]
+
+        def apply(*values: np.ndarray) -> np.ndarray:
+            result = function(*values)
+            return result if result.dtype == dtype else result.astype(dtype)
+
+        return apply
+    if opcode == "compare":
+        return _compare(line)
+    if opcode == "select":
+        return lambda which, yes, no: np.where(_spread(which, yes), yes, no)
+    if opcode == "clamp":
+        return lambda low, value, high: np.minimum(np.maximum(value, _spread(low, value)), _spread(high, value))
+    if opcode == "convert":
+        return lambda value: _convert(value, dtype)
+    if opcode == "reduce-precision":
+        return _reduce_precision(line)
+    return None
+
+
+def _compare(line: Line) -> Operation:
+    compare = COMPARE[line.attributes["direction"]]
+    if line.attributes.get("type") != "TOTALORDER" or line.operand(0).dtype.kind in "biu":
+        return lambda a, b: np.asarray(compare(a, b))
+
+    def ordered(value: np.ndarray) -> np.ndarray:
+        bits = value.view(f"int{value.dtype.itemsize * 8}").astype(np.int64)
+        return np.where(bits < 0, np.int64(-(2 ** (value.dtype.itemsize * 8 - 1))) - bits - 1, bits)
+
+    return lambda a, b: np.asarray(compare(ordered(a), ordered(b)))
+
+
+def _spread(scalar: np.ndarray, value: np.ndarray) -> np.ndarray:
+    return scalar.reshape(len(scalar), *(1,) * (value.ndim - 1)) if scalar.ndim < value.ndim else scalar
+
+
+def _convert(value: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    if dtype == np.bool_:
+        return value != 0
+    if dtype.kind in "iu" and value.dtype.kind not in "biu":  # XLA clamps, and a NaN becomes 0
+        limits = np.iinfo(dtype)
+        whole = np.trunc(np.nan_to_num(value.astype(np.float64), nan=0.0, posinf=np.inf, neginf=-np.inf))
+        inside = np.clip(whole, float(limits.min), float(limits.max))
+        result = np.where(np.abs(inside) < 2.0**53, inside, 0).astype(dtype)
+        return np.where(whole >= limits.max, limits.max, np.where(whole <= limits.min, limits.min, result)).astype(dtype)
+    return value.astype(dtype)
+
+
+def _reduce_precision(line: Line) -> Operation:
+    widths = (int(line.attributes["exponent_bits"]), int(line.attributes["mantissa_bits"]))
+    types = {(8, 7): ml_dtypes.bfloat16, (5, 10): np.float16, (8, 23): np.float32, (5, 2): ml_dtypes.float8_e5m2}
+    if widths not in types:
+        raise ValueError(f"floats of {widths[0]} and {widths[1]} bits have no type in numpy")
+    return lambda value: value.astype(types[widths]).astype(value.dtype)
+
+
+def shaped(line: Line) -> Operation | None:
+    """Return an operation that moves numbers, or multiplies matrices; None for other opcodes."""
+    builder = _SHAPED.get(line.opcode)
+    return builder(line) if builder else None
+
+
+def _bitcast(line: Line) -> Operation:
+    source, target = line.operand(0), line.result
+    if source.without_ones() == target.without_ones():  # tiles pad other dims then, and the order is the same
+        source, target = source._replace(tile=()), target._replace(tile=())
+
+    def apply(value: np.ndarray) -> np.ndarray:
+        flat = to_memory(value, source)
+        flat = flat if source.dtype == target.dtype else np.ascontiguousarray(flat).view(target.dtype)
+        return from_memory(flat, target)
+
+    return apply
+
+
+def _bitcast_convert(line: Line) -> Operation:
+    target = line.result
+
+    def apply(value: np.ndarray) -> np.ndarray:
+        wider = target.dtype.itemsize > value.dtype.itemsize
+        value = np.ascontiguousarray(value if wider or value.dtype.itemsize == target.dtype.itemsize else value[..., None])
+        return value.view(target.dtype).reshape(len(value), *target.dims)
+
+    return apply
+
+
+def _broadcast(line: Line) -> Operation:
+    dims, target = line.dims("dimensions"), line.result.dims
+
+    def apply(value: np.ndarray) -> np.ndarray:
+        sizes = [1] * len(target)
+        for dim, size in zip(dims, value.shape[1:], strict=True):
+            sizes[dim] = size
+        order = np.argsort(dims) if list(dims) != sorted(dims) else None
+        value = value if order is None else value.transpose(0, *(order + 1))
+        return np.broadcast_to(value.reshape(len(value), *sizes), (len(value), *target))
+
+    return apply
+
+
+def _transpose(line: Line) -> Operation:
+    axes = (0, *(dim + 1 for dim in line.dims("dimensions")))
+    return lambda value: value.transpose(axes)
+
+
+def _slice(line: Line) -> Operation:
+    parts = [[int(n) for n in part.split(":")] for part in re.findall(r"\[([\d:]+)\]", line.attributes["slice"])]
+    window = (slice(None), *(slice(*part) for part in parts))
+    return lambda value: value[window]
+
+
+def _pad(line: Line) -> Operation:
+    edges = [[int(n) for n in part.split("_")] for part in line.attributes["padding"].split("x") if part]
+    edges = [[*edge, 0][:3] for edge in edges]
+    target = line.result.dims
+
+    def apply(value: np.ndarray, fill: np.ndarray) -> np.ndarray:
+        result = np.broadcast_to(_spread(fill, value), (len(value), *target)).copy()
+        into, out = [slice(None)], [slice(None)]
+        for (low, _, inner), size, length in zip(edges, value.shape[1:], target, strict=True):
+            step = inner + 1
+            first = max(0, -(low // step)) if low < 0 else 0
+            last = min(size, (length - 1 - low) // step + 1)
+            out.append(slice(first, max(first, last)))
+            into.append(slice(low + first * step, max(low + (last - 1) * step + 1, low + first * step), step))
+        result[tuple(into)] = value[tuple(out)]
+        return result
+
+    return apply
+
+
+def _iota(line: Line) -> Operation:
+    shape, dim = line.result, int(line.attributes.get("iota_dimension", "0"))
+    sizes = [size if d == dim else 1 for d, size in enumerate(shape.dims)]
+    values = np.broadcast_to(np.arange(shape.dims[dim]).astype(shape.dtype).reshape(sizes), shape.dims)
+    return lambda devices: np.broadcast_to(values, (devices, *shape.dims))
+
+
+def _concatenate(line: Line) -> Operation:
+    axis = line.dims("dimensions")[0] + 1
+    return lambda *values: np.concatenate(values, axis)
+
+
+def _starts(starts: Sequence[np.ndarray], operand: Sequence[int], window: Sequence[int]) -> list[np.ndarray]:
+    return [
+        np.clip(start.astype(np.int64), 0, size - length)
+        for start, size, length in zip(starts, operand, window, strict=True)
+    ]
+
+
+def _window(starts: list[np.ndarray], lengths: Sequence[int]) -> tuple[np.ndarray, ...]:
+    """Return the index arrays of one window per device."""
+    rank = len(lengths)
+    indexes = [np.arange(len(starts[0])).reshape(-1, *(1,) * rank)]
+    for dim, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        shape = [1] * (rank + 1)
+        shape[dim + 1] = length
+        indexes.append(start.reshape(-1, *(1,) * rank) + np.arange(length).reshape(shape))
+    return tuple(indexes)
+
+
+def _dynamic_slice(line: Line) -> Operation:
+    lengths = line.dims("dynamic_slice_sizes")
+
+    def apply(value: np.ndarray, *starts: np.ndarray) -> np.ndarray:
+        return value[_window(_starts(starts, value.shape[1:], lengths), lengths)] if lengths else value
+
+    return apply
+
+
+def _dynamic_update_slice(line: Line) -> Operation:
+    def apply(value: np.ndarray, update: np.ndarray, *starts: np.ndarray) -> np.ndarray:
+        if not starts:
+            return update
+        result = value.copy()
+        result[_window(_starts(starts, value.shape[1:], update.shape[1:]), update.shape[1:])] = update
+        return result
+
+    return apply
+
+
+def _dot(line: Line) -> Operation:
+    lhs, rhs, result = line.operand(0), line.operand(1), line.result
+    (lb, lc), (rb, rc) = (
+        (line.dims(f"{side}_batch_dims"), line.dims(f"{side}_contracting_dims")) for side in ("lhs", "rhs")
+    )
+    lf = [d for d in range(len(lhs.dims)) if d not in (*lb, *lc)]
+    rf = [d for d in range(len(rhs.dims)) if d not in (*rb, *rc)]
+    batch = [lhs.dims[d] for d in lb]
+    m, k, n = (math.prod(sizes) for sizes in ([lhs.dims[d] for d in lf], [lhs.dims[d] for d in lc], [rhs.dims[d] for d in rf]))
+    wide = np.float32 if result.dtype.kind not in "iufc" or result.dtype == np.float16 else result.dtype
+
+    def apply(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        a = a.astype(wide).transpose(0, *(d + 1 for d in (*lb, *lf, *lc))).reshape(len(a), *batch, m, k)
+        b = b.astype(wide).transpose(0, *(d + 1 for d in (*rb, *rc, *rf))).reshape(len(b), *batch, k, n)
+        return np.matmul(a, b).astype(result.dtype).reshape(len(a), *result.dims)
+
+    return apply
+
+
+def _convolution(line: Line) -> Operation:
+    lhs_labels, kernel_labels, out_labels = re.split("_|->", line.attributes["dim_labels"])
+    spatial = [label for label in lhs_labels if label.isdigit()]
+    window = dict(part.split("=") for part in line.attributes.get("window", "{}").strip("{}").split())
+
+    def of_window(key: str, default: str) -> list[str]:
+        return window[key].split("x") if key in window else [default] * len(spatial)
+
+    strides, dilations, inner = (
+        [int(n) for n in of_window(key, "1")] for key in ("stride", "rhs_dilate", "lhs_dilate")
+    )
+    pads = [[int(n) for n in pad.split("_")] for pad in of_window("pad", "0_0")]
+    backwards = [flag == "1" for flag in of_window("rhs_reversal", "0")]
+    groups, batches = (int(line.attributes.get(f"{name}_group_count", "1")) for name in ("feature", "batch"))
+    if groups * batches > 1:
+        raise ValueError("convolutions in groups are not interpreted")
+    result = line.result
+    wide = np.float64 if result.dtype == np.float64 else np.float32
+
+    def apply(value: np.ndarray, kernel: np.ndarray) -> np.ndarray:
+        value = value.astype(wide).transpose(0, *(lhs_labels.index(label) + 1 for label in ["b", "f", *spatial]))
+        kernel = kernel.astype(wide).transpose(0, *(kernel_labels.index(label) + 1 for label in ["i", "o", *spatial]))
+        for dim, (low, high) in enumerate(pads):
+            value = _padded(value, dim + 3, low, high, inner[dim])
+        sizes = [result.dims[out_labels.index(label)] for label in spatial]
+        total = np.zeros((len(value), value.shape[1], kernel.shape[2], *sizes), wide)
+        for place in itertools.product(*(range(size) for size in kernel.shape[3:])):
+            window = tuple(
+                slice(at * dilation, at * dilation + (size - 1) * stride + 1, stride)
+                for at, dilation, size, stride in zip(place, dilations, sizes, strides, strict=True)
+            )
+            at = tuple(
+                size - 1 - i if back else i for i, size, back in zip(place, kernel.shape[3:], backwards, strict=True)
+            )
+            total += np.einsum("nbf...,nfo->nbo...", value[(..., *window)], kernel[(slice(None),) * 3 + at], optimize=True)
+        order = [0, *(1 + ["b", "f", *spatial].index(label) for label in out_labels)]
+        return total.transpose(order).astype(result.dtype)
+
+    return apply
+
+
+def _padded(value: np.ndarray, axis: int, low: int, high: int, step: int) -> np.ndarray:
+    """Return values with zeros between and around them; negative edges cut."""
+    length = (value.shape[axis] - 1) * step + 1
+    wide = np.zeros((*value.shape[:axis], length, *value.shape[axis + 1 :]), value.dtype)
+    wide[(slice(None),) * axis + (slice(None, None, step),)] = value
+    wide = np.pad(wide, [(max(low, 0), max(high, 0)) if dim == axis else (0, 0) for dim in range(value.ndim)])
+    cut = slice(max(-low, 0), wide.shape[axis] - max(-high, 0))
+    return wide[(slice(None),) * axis + (cut,)]
+
+
+class _GatherDims(NamedTuple):
+    """How the dims of a gather or scatter correspond; a scatter is a gather of the places that it writes."""
+
+    window: tuple[int, ...]
+    hidden: tuple[int, ...]
+    starts: tuple[int, ...]
+    operand_batch: tuple[int, ...]
+    index_batch: tuple[int, ...]
+    vector: int
+
+    def places(self, operand: Sequence[int], indexes: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
+        """Return the first index of the window in each dim of the operand, [devices, ...batch of the indexes]."""
+        vectors = indexes[..., None] if self.vector == indexes.ndim - 1 else np.moveaxis(indexes, self.vector + 1, -1)
+        vectors = vectors.astype(np.int64)
+        batch = vectors.shape[1:-1]
+        starts = [np.zeros((len(indexes), *batch), np.int64) for _ in operand]
+        for column, dim in enumerate(self.starts):
+            starts[dim] = vectors[..., column]
+        for dim, index_dim in zip(self.operand_batch, self.index_batch, strict=True):
+            axis = index_dim - (index_dim > self.vector)
+            shape = [1] * (len(batch) + 1)
+            shape[axis + 1] = batch[axis]
+            starts[dim] = np.broadcast_to(np.arange(batch[axis]).reshape(shape), starts[dim].shape)
+        return starts
+
+    def expand(self, starts: list[np.ndarray], lengths: Sequence[int]) -> list[np.ndarray]:
+        """Return full index arrays [devices, ...batch, ...window]; the first is the device."""
+        shown = [dim for dim in range(len(lengths)) if dim not in self.hidden and dim not in self.operand_batch]
+        batch = starts[0].ndim - 1
+        rank = batch + len(shown)
+        indexes = [np.arange(len(starts[0])).reshape(-1, *(1,) * rank)]
+        for dim, start in enumerate(starts):
+            index = start.reshape(*start.shape, *(1,) * len(shown))
+            if dim in shown:
+                shape = [1] * (rank + 1)
+                shape[1 + batch + shown.index(dim)] = lengths[dim]
+                index = index + np.arange(lengths[dim]).reshape(shape)
+            indexes.append(index)
+        return indexes
+
+
+def _gather(line: Line) -> Operation:
+    dims = _GatherDims(
+        line.dims("offset_dims"),
+        line.dims("collapsed_slice_dims"),
+        line.dims("start_index_map"),
+        line.dims("operand_batching_dims"),
+        line.dims("start_indices_batching_dims"),
+        int(line.attributes["index_vector_dim"]),
+    )
+    lengths, rank = line.dims("slice_sizes"), len(line.result.dims)
+
+    def apply(value: np.ndarray, indexes: np.ndarray) -> np.ndarray:
+        starts = dims.places(value.shape[1:], indexes, lengths)
+        starts = [np.clip(start, 0, size - length) for start, size, length in zip(starts, value.shape[1:], lengths, strict=True)]
+        result = value[tuple(dims.expand(starts, lengths))]
+        outer = iter(range(1, rank - len(dims.window) + 1))
+        inner = {dim: rank - len(dims.window) + 1 + place for place, dim in enumerate(dims.window)}
+        return result.transpose(0, *(inner[dim] if dim in inner else next(outer) for dim in range(rank)))
+
+    return apply
+
+
+def scatter(line: Line, combine: str) -> Operation:
+    """Return a scatter that combines by a ufunc of `UFUNCS`, or replaces (`set`)."""
+    if len(line.operand_shapes) != 3:
+        raise ValueError("scatters of several arrays are not interpreted")
+    dims = _GatherDims(
+        line.dims("update_window_dims"),
+        line.dims("inserted_window_dims"),
+        line.dims("scatter_dims_to_operand_dims"),
+        line.dims("input_batching_dims"),
+        line.dims("scatter_indices_batching_dims"),
+        int(line.attributes["index_vector_dim"]),
+    )
+    updates_rank = len(line.operand(2).dims)
+    batch = [dim for dim in range(updates_rank) if dim not in dims.window]
+    operand_rank = len(line.operand(0).dims)
+    shown = [dim for dim in range(operand_rank) if dim not in dims.hidden and dim not in dims.operand_batch]
+
+    def apply(value: np.ndarray, indexes: np.ndarray, updates: np.ndarray) -> np.ndarray:
+        lengths = [1] * operand_rank
+        for dim, window_dim in zip(shown, dims.window, strict=True):
+            lengths[dim] = updates.shape[1 + window_dim]
+        starts = dims.places(value.shape[1:], indexes, lengths)
+        inside = np.ones(starts[0].shape, bool)
+        for start, size, length in zip(starts, value.shape[1:], lengths, strict=True):
+            inside &= (start >= 0) & (start <= size - length)
+        places = dims.expand([np.where(inside, start, 0) for start in starts], lengths)
+        updates = updates.transpose(0, *(dim + 1 for dim in (*batch, *dims.window)))
+        full = [np.broadcast_to(place, updates.shape) for place in places]
+        mask = np.broadcast_to(inside.reshape(*inside.shape, *(1,) * len(dims.window)), updates.shape)
+        where = tuple(place[mask] for place in full)
+        wide = np.float32 if value.dtype.kind not in "biufc" or value.dtype == np.float16 else value.dtype
+        result = value.astype(wide)
+        if combine == "set":
+            result[where] = updates[mask].astype(wide)
+        else:
+            UFUNCS[combine].at(result, where, updates[mask].astype(wide))
+        return result.astype(value.dtype)
+
+    return apply
+
+
+def reduce_window(line: Line, combine: str) -> Operation:
+    """Return a reduction over windows by a ufunc of `UFUNCS`."""
+    window = dict(part.split("=") for part in line.attributes["window"].strip("{}").split())
+    sizes = [int(n) for n in window["size"].split("x")]
+    strides, dilations, inner = (
+        [int(n) for n in window.get(key, "x".join(["1"] * len(sizes))).split("x")]
+        for key in ("stride", "rhs_dilate", "lhs_dilate")
+    )
+    if set(dilations + inner) != {1}:
+        raise ValueError("dilated windows are not interpreted")
+    pads = [[int(n) for n in pad.split("_")] for pad in window.get("pad", "x".join(["0_0"] * len(sizes))).split("x")]
+
+    def apply(value: np.ndarray, initial: np.ndarray) -> np.ndarray:
+        shape = [size + low + high for size, (low, high) in zip(value.shape[1:], pads, strict=True)]
+        wide = np.broadcast_to(_spread(initial, value), (len(value), *shape)).copy()
+        wide[(slice(None), *(slice(low, low + size) for size, (low, _) in zip(value.shape[1:], pads, strict=True)))] = value
+        views = np.lib.stride_tricks.sliding_window_view(wide, sizes, tuple(range(1, value.ndim)))
+        views = views[(slice(None), *(slice(None, None, stride) for stride in strides))]
+        reduced = reduce_rows(UFUNCS[combine], views, tuple(range(value.ndim, 2 * value.ndim - 1)))
+        return UFUNCS[combine](reduced, _spread(initial, reduced)).astype(value.dtype)
+
+    return apply
+
+
+def top_k(line: Line) -> Operation:
+    """Return the custom call TopK: the largest numbers of the last dim and their places, equal ones in order."""
+    values, _ = (read_shape(part) for part in _results(line.shape))
+    count = values.dims[-1]
+
+    def apply(value: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        places = np.argsort(-value.astype(np.float64), axis=-1, kind="stable")[..., :count]
+        return np.take_along_axis(value, places, -1), places.astype(np.int32)
+
+    return apply
+
+
+def _results(shape: str) -> list[str]:
+    from shardopt.hlo._hlo_text import elements
+
+    return elements(shape)
+
+
+def geqrf(line: Line) -> Operation:
+    """Return LAPACK's QR factorisation, matrix by matrix."""
+    from scipy.linalg import lapack
+
+    def apply(value: np.ndarray) -> tuple[np.ndarray, ...]:
+        matrices = value.reshape(-1, *value.shape[-2:])
+        results = [(lapack.dgeqrf if value.dtype == np.float64 else lapack.sgeqrf)(matrix)[:2] for matrix in matrices]
+        factors, taus = (np.stack(parts) for parts in zip(*results, strict=True))
+        return factors.reshape(value.shape), taus.reshape(*value.shape[:-2], -1)
+
+    return apply
+
+
+def orgqr(line: Line) -> Operation:
+    """Return LAPACK's product of Householder reflections, matrix by matrix."""
+    from scipy.linalg import lapack
+
+    def apply(value: np.ndarray, taus: np.ndarray) -> np.ndarray:
+        matrices, rows = value.reshape(-1, *value.shape[-2:]), taus.reshape(-1, taus.shape[-1])
+        function = lapack.dorgqr if value.dtype == np.float64 else lapack.sorgqr
+        return np.stack([function(m, t)[0] for m, t in zip(matrices, rows, strict=True)]).reshape(value.shape)
+
+    return apply
+
+
+
+CUSTOM_CALLS: dict[str, Callable[[Line], Operation]] = {"TopK": top_k}
+CUSTOM_CALLS |= {f"lapack_{letter}geqrf_ffi": geqrf for letter in "sd"}
+CUSTOM_CALLS |= {f"lapack_{letter}orgqr_ffi": orgqr for letter in "sd"}
+
+
+def _same(line: Line) -> Operation:
+    return lambda value, *_: value
+
+
+def _reshape(line: Line) -> Operation:
+    dims = line.result.dims
+    return lambda value: value.reshape(len(value), *dims)
+
+
+def _reverse(line: Line) -> Operation:
+    axes = tuple(dim + 1 for dim in line.dims("dimensions"))
+    return lambda value: np.flip(value, axes)
+
+
+_SHAPED: dict[str, Callable[[Line], Operation]] = {
+    "bitcast": _bitcast,
+    "bitcast-convert": _bitcast_convert,
+    "broadcast": _broadcast,
+    "concatenate": _concatenate,
+    "convolution": _convolution,
+    "copy": _same,
+    "dot": _dot,
+    "dynamic-slice": _dynamic_slice,
+    "dynamic-update-slice": _dynamic_update_slice,
+    "gather": _gather,
+    "iota": _iota,
+    "pad": _pad,
+    "reshape": _reshape,
+    "reverse": _reverse,
+    "slice": _slice,
+    "transpose": _transpose,
+}

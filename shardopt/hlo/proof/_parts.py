@@ -1,0 +1,116 @@
+"""Concatenations whose pieces have different layouts: buckets of several leaves. Each piece is followed alone."""
+
+from collections.abc import Callable, Sequence
+
+from shardopt.hlo.proof._lines import Line, numbers
+from shardopt.hlo.proof._value import Factor, Unproved, Value, is_constant_along, same_everywhere, scaled
+
+Apply = Callable[[Line, Sequence[Value], int], Value]
+
+BY_ELEMENT = set(
+    "add subtract multiply divide maximum minimum negate convert copy select compare and or not abs sign sqrt rsqrt "
+    "exponential log tanh power floor ceil round-nearest-even clamp reduce-precision is-finite".split()
+)
+
+
+def as_parts(values: Sequence[Value], dim: int, line: Line) -> Value:
+    """Return the concatenation of values along the last dim as parts."""
+    if any(size != 1 for size in line.dims[dim + 1 :]):
+        raise Unproved("it concatenates pieces of different layouts along a dim that is not the last.")
+    parts = [part for value in values for part in (value.parts or (value,))]
+    return Value(line.dims, tuple(() for _ in line.dims), parts=tuple(parts))
+
+
+def along(value: Value) -> int:
+    """Return the dim along which the parts of a value are concatenated: the last with more than one element."""
+    sizes = [i for i in range(len(value.shape)) if value.shape[i] != 1]
+    return sizes[-1] if sizes else len(value.shape) - 1
+
+
+def by_parts(line: Line, values: Sequence[Value], devices: int, apply: Apply) -> Value:
+    """Apply an instruction to every part."""
+    value = next(value for value in values if value.parts)
+    dim, parts = along(value), value.parts or ()
+    if line.opcode in BY_ELEMENT:
+        columns = [_split(other, value, dim) for other in values]
+        results = []
+        for i, part in enumerate(parts):
+            part_line = _resized(line, part.shape)
+            results.append(apply(part_line, [column[i] for column in columns], devices))
+        return Value(line.dims, value.dims, parts=tuple(results))
+    if line.opcode == "slice":
+        bounds = [numbers(part) for part in line.attributes["slice"].strip("{}").split("]") if numbers(part)]
+        if any((start, stop) != (0, n) for i, ((start, stop, *_), n) in enumerate(zip(bounds, value.shape, strict=True)) if i != dim):
+            raise Unproved("it slices a bucket along another dim.")
+        start, stop, *stride = bounds[dim]
+        return sliced(value, start, stop, line, devices, apply) if stride in ([], [1]) else _refuse(line)
+    if line.opcode in ("reshape", "bitcast"):
+        return with_ones(value, line.dims)
+    return _refuse(line)
+
+
+def _refuse(line: Line) -> Value:
+    raise Unproved(f"no rule covers {line.opcode} of a bucket of pieces with different layouts.")
+
+
+def _resized(line: Line, shape: tuple[int, ...]) -> Line:
+    return line._replace(shape=f"{line.shape.split('[')[0]}[{','.join(map(str, shape))}]")
+
+
+def _split(other: Value, value: Value, dim: int) -> list[Value]:
+    parts = value.parts or ()
+    if other.parts:
+        if [part.shape for part in other.parts] != [part.shape for part in parts]:
+            raise Unproved("two buckets have different pieces.")
+        return list(other.parts)
+    if not other.shape:
+        return [other for _ in parts]
+    if not is_constant_along(other.dims[dim]):
+        raise Unproved("a bucket meets an array that is no bucket.")
+    return [
+        other._replace(
+            shape=part.shape,
+            dims=(*other.dims[:dim], tuple(f._replace(local=part.shape[dim]) for f in other.dims[dim][:1] if part.shape[dim] != 1), *other.dims[dim + 1 :]),
+            data=None,
+        )
+        for part in parts
+    ]
+
+
+def sliced(value: Value, start: int, stop: int, line: Line, devices: int, apply: Apply) -> Value:
+    """Return the elements from `start` to `stop` along the dim of the parts."""
+    dim, position, taken = along(value), 0, []
+    for part in value.parts or ():
+        size = part.shape[dim]
+        low, high = max(start - position, 0), min(stop - position, size)
+        position += size
+        if low >= high:
+            continue
+        if (low, high) != (0, size):
+            shape = (*part.shape[:dim], high - low, *part.shape[dim + 1 :])
+            bounds = ",".join(f"[{low}:{high}]" if i == dim else f"[0:{n}]" for i, n in enumerate(part.shape))
+            part_line = _resized(line, shape)._replace(opcode="slice", attributes={"slice": "{" + bounds + "}"})
+            part = apply(part_line, [part], devices)
+        taken.append(part)
+    if len(taken) == 1:
+        return taken[0]
+    return Value(line.dims, tuple(() for _ in line.dims), parts=tuple(taken))
+
+
+def with_ones(value: Value, shape: tuple[int, ...]) -> Value:
+    """Return a bucket reshaped by dims of size 1."""
+    if [n for n in shape if n != 1] != [n for n in value.shape if n != 1]:
+        raise Unproved("it reshapes a bucket of pieces with different layouts.")
+    old = along(value)
+    result = Value(shape, tuple(() for _ in shape))
+    new = along(result)
+    parts = []
+    for part in value.parts or ():
+        dims: list[tuple[Factor, ...]] = [()] * len(shape)
+        kept = [i for i in range(len(value.shape)) if value.shape[i] != 1]
+        targets = [i for i in range(len(shape)) if shape[i] != 1]
+        for i, j in zip(kept, targets, strict=True):
+            dims[j] = part.dims[i]
+        part_shape = tuple(part.shape[old] if i == new else n for i, n in enumerate(shape))
+        parts.append(part._replace(shape=part_shape, dims=tuple(dims), data=None))
+    return result._replace(parts=tuple(parts))

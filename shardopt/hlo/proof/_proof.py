@@ -1,0 +1,55 @@
+"""The result of a proof: a verdict, the first wrong instruction, and the instructions that no rule covers."""
+
+from typing import Literal, NamedTuple
+
+
+class Problem(NamedTuple):
+    """The first instruction that is wrong.
+
+    Attributes:
+      instruction: name of the instruction.
+      opcode: its opcode.
+      source: file and line of the user's program, or the name that jax gave the operation; "" if the text has neither.
+      axes: the mesh axes along which the value is wrong; None if the mesh is unknown or the devices are no whole axes.
+      groups: the devices concerned: each group should hold one value, or add up to one.
+      missing: what is wrong, and the step that is missing, as a sentence.
+      hlo: the instructions around it, under 60 lines.
+    """
+
+    instruction: str
+    opcode: str
+    source: str
+    axes: tuple[str, ...] | None
+    groups: tuple[tuple[int, ...], ...]
+    missing: str
+    hlo: str
+
+
+class Unknown(NamedTuple):
+    """An instruction for which no rule holds.
+
+    Attributes:
+      instruction: name of the instruction.
+      opcode: its opcode.
+      reason: why no rule holds, as a sentence.
+    """
+
+    instruction: str
+    opcode: str
+    reason: str
+
+
+class Proof(NamedTuple):
+    """What could be derived about a compiled program.
+
+    Attributes:
+      verdict: "proved", "wrong" or "unknown".
+      problem: the first wrong instruction, if the verdict is "wrong".
+      unknown: the instructions that no rule covers, and on which a result depends.
+      num_instructions: the number of instructions of the program, in all of its computations.
+    """
+
+    verdict: Literal["proved", "wrong", "unknown"]
+    problem: Problem | None
+    unknown: tuple[Unknown, ...]
+    num_instructions: int

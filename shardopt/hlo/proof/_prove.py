@@ -1,0 +1,164 @@
+"""`prove`: the derivation for a whole program, from the shardings of its arguments to those of its results."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.stages import Compiled
+
+from shardopt.core._errors import format_error
+from shardopt.hlo._hlo_text import parse
+from shardopt.hlo.proof._computations import Result, Walk
+from shardopt.hlo.proof._lines import array_shape, leaves, read_lines
+from shardopt.hlo.proof._proof import Problem, Proof, Unknown
+from shardopt.hlo.proof._report import describe
+from shardopt.hlo.proof._shardings import sharded
+from shardopt.hlo.proof._value import (
+    Factor,
+    Fault,
+    Hidden,
+    Unproved,
+    Value,
+    Wrong,
+    unify,
+    without_known_devices,
+)
+
+
+def prove(
+    program: Compiled | str,
+    *,
+    inputs: Sequence[Sharding | str] | None = None,
+    outputs: Sequence[Sharding | str] | None = None,
+    mesh: Mesh | Mapping[str, int] | None = None,
+) -> Proof:
+    """Derive for every value of a partitioned program what each device holds.
+
+    Args:
+      program: a compiled program, or the text of an optimised, partitioned HLO module.
+      inputs: one sharding per parameter of the entry computation, flat: a jax sharding, or the text of an HLO sharding
+        such as `{devices=[8,1]<=[8]}` or `{replicated}`. By default those of the `Compiled`, or of the text's parameters.
+      outputs: one sharding per array of the result, flat. By default those of the `Compiled`.
+      mesh: names of the axes, for the report.
+    """
+    text = program if isinstance(program, str) else program.as_text() or ""
+    if isinstance(program, Compiled):
+        inputs = jax.tree.leaves(program.input_shardings) if inputs is None else inputs
+        outputs = jax.tree.leaves(program.output_shardings) if outputs is None else outputs
+        known_mesh = next((s.mesh for s in [*inputs, *outputs] if isinstance(s, NamedSharding)), None)
+        mesh = known_mesh if mesh is None else mesh  # type: ignore[assignment]
+    module = parse(text)
+    computations, instructions = read_lines(module)
+    replicas, partitions = (_count(module.header, name) for name in ("replica_count", "num_partitions"))
+    devices = replicas * partitions
+    entry = computations[module.entry]
+    parameters = sorted((line for line in entry if line.opcode == "parameter"), key=lambda l: int(l.rest.split(")")[0]))
+    if inputs is None:
+        inputs = [_written_sharding(line.rest, devices) for line in parameters]
+    if len(inputs) != len(parameters):
+        problem = f"the program has {len(parameters)} parameters, and {len(inputs)} shardings were passed."
+        raise ValueError(format_error("prove", problem, fix="pass one sharding per parameter of the entry computation."))
+    arguments = tuple(
+        sharded(sharding, array_shape(line.shape), devices) for line, sharding in zip(parameters, inputs, strict=True)
+    )
+    walk = Walk(computations, replicas, partitions)
+    result = walk.run(module.entry, arguments)
+    root = next(line for line in entry if line.is_root)
+    results = list(zip(_flat(result), _flat_shapes(root.shape), strict=True))
+    if outputs is None or len(outputs) != len(results):
+        count = "none" if outputs is None else str(len(outputs))
+        problem = f"the program has {len(results)} results, and {count} shardings were passed."
+        raise ValueError(format_error("prove", problem, fix="pass outputs=, one sharding per array of the result."))
+    faults: set[Fault] = set()
+    for index, ((value, shape), sharding) in enumerate(zip(results, outputs, strict=True)):
+        declared = sharded(sharding, array_shape(shape), devices)
+        faults |= _faults_of_result(value, declared, index, root.order)
+    wrong = sorted((fault for fault in faults if fault.wrong), key=lambda fault: fault.order)
+    unknown = sorted((fault for fault in faults if not fault.wrong), key=lambda fault: fault.order)
+    listed = {
+        fault.order: Unknown(instructions[fault.order].name, instructions[fault.order].opcode, fault.reason)
+        for fault in unknown
+    }
+    problem = describe(wrong[0], module, instructions, text, mesh) if wrong else None
+    verdict = "wrong" if wrong else "unknown" if unknown else "proved"
+    return Proof(verdict, problem, tuple(listed.values()), len(instructions))
+
+
+def _count(header: str, name: str) -> int:
+    match = re.search(rf"\b{name}=(\d+)", header)
+    return int(match[1]) if match else 1
+
+
+def _written_sharding(rest: str, devices: int) -> str:
+    match = re.search(r"sharding=(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})", rest)
+    if match:
+        return match[1]
+    if devices == 1:
+        return "{replicated}"
+    problem = "the text does not contain the shardings of all parameters."
+    raise ValueError(format_error("prove", problem, fix="pass inputs=, one sharding per parameter."))
+
+
+def _flat(result: Result) -> list[Value]:
+    return [result] if isinstance(result, Value) else [value for part in result for value in _flat(part)]
+
+
+def _flat_shapes(shape: str) -> list[str]:
+    return [leaf for part in leaves(shape) for leaf in _flat_shapes(part)] if shape.startswith("(") else [shape]
+
+
+def _faults_of_result(value: Value, declared: Value, index: int, root: int) -> frozenset[Fault]:
+    """Return why a result does not have its declared sharding."""
+    if value.faults:
+        return value.faults
+    if value.parts:
+        return frozenset([Fault(False, root, f"result {index} is a bucket of pieces with different layouts.")])
+    if value.zero:
+        return frozenset()
+    value = without_known_devices(value)
+    try:
+        _, value, rest = unify(value, declared, [(i, i) for i in range(len(value.shape))])
+    except Unproved as problem:
+        return frozenset([Fault(False, root, f"result {index}: {problem.reason}")])
+    except Wrong as problem:
+        reason = problem.reason.replace("its operands hold", "what is derived and what is declared are")
+        return frozenset([Fault(True, root, f"result {index}: {reason}", problem.groups)])
+    expected = {(h.at, h.count) for h in rest.hidden}
+    extra = [h for h in value.hidden if (h.at, h.count) not in expected or h.kind != "dim"]
+    if not extra:
+        return frozenset()
+    return frozenset(_left_over(h, index, root, declared=(h.at, h.count) in expected) for h in extra)
+
+
+def _left_over(hidden: Hidden, index: int, root: int, *, declared: bool) -> Fault:
+    groups = _groups_of(hidden)
+    origin = root if hidden.origin < 0 else hidden.origin
+    if declared and hidden.kind != "device":
+        reason = (
+            f"result {index} has one element of a dim on each of these devices, which use terms of a sum over them: either "
+            "they train apart, or a reduction is missing. The program alone does not tell."
+        )
+        return Fault(False, origin, reason)
+    if hidden.kind == "own":
+        return Fault(True, origin, "it uses the term of each device as if it were the whole sum, which is never taken.", groups)
+    if hidden.kind == "dim" and hidden.origin < 0:
+        reason = (
+            f"result {index} is declared to be the same on devices that hold different elements of an argument: right only "
+            "if these elements are equal."
+        )
+        return Fault(False, root, reason)
+    if hidden.kind == "dim":
+        return Fault(True, origin, f"result {index} is declared to be the same on devices that hold different elements.", groups)
+    if hidden.kind == "device":
+        return Fault(True, origin, f"result {index} depends on the number of the device.", groups)
+    return Fault(True, origin, f"result {index} is a partial {hidden.kind}: the reduction over these devices is missing.", groups)
+
+
+def _groups_of(hidden: Hidden) -> tuple[tuple[int, ...], ...]:
+    members: dict[int, list[int]] = {}
+    for device, coordinate in enumerate(hidden.at.array.tolist()):
+        members.setdefault(coordinate, []).append(device)
+    # one device of each coordinate makes a group
+    columns = zip(*members.values(), strict=False)
+    return tuple(tuple(column) for column in columns)

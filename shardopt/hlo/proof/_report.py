@@ -1,0 +1,52 @@
+"""The first wrong instruction, with its place in the program of the user and the instructions around it."""
+
+from collections.abc import Mapping, Sequence
+
+from jax.sharding import Mesh
+
+from shardopt.hlo._collective import axes_of_groups
+from shardopt.hlo._hlo_text import Instruction, Module, operands
+from shardopt.hlo._source_lines import op_name_of, read_frames, source_of
+from shardopt.hlo.proof._proof import Problem
+from shardopt.hlo.proof._value import Fault
+
+MAX_LINES = 58
+MAX_WIDTH = 200
+
+
+def describe(
+    fault: Fault, module: Module, instructions: Sequence[Instruction], text: str, mesh: Mesh | Mapping[str, int] | None
+) -> Problem:
+    """Return the report of a fault."""
+    instruction = instructions[fault.order]
+    source = source_of(instruction, read_frames(text)) or op_name_of(instruction)
+    sizes = dict(mesh.shape if isinstance(mesh, Mesh) else mesh or {})
+    axes = axes_of_groups(fault.groups, sizes) if sizes and fault.groups else None
+    hlo = _around(instruction, module)
+    return Problem(instruction.name, instruction.opcode, source, axes, fault.groups, fault.reason, hlo)
+
+
+def _around(instruction: Instruction, module: Module) -> str:
+    """Return the instruction, what it reads over three steps and what reads it, in the order of the program."""
+    name, lines = next(
+        (name, lines) for name, lines in module.computations.items() if any(line is instruction for line in lines)
+    )
+    by_name = {line.name: line for line in lines}
+    shown, edge = {instruction.name}, [instruction]
+    for _ in range(3):
+        read = [by_name[o] for line in edge if line.opcode not in ("constant", "parameter") for o in operands(line) if o in by_name]
+        edge = [line for line in read if line.name not in shown]
+        shown |= {line.name for line in edge}
+    shown |= {line.name for line in lines if instruction.name in operands(line)}
+    written = [_text(line, mark=line is instruction) for line in lines if line.name in shown]
+    if len(written) > MAX_LINES:
+        centre = next(i for i, line in enumerate(written) if line.startswith(">"))
+        start = max(0, min(centre - MAX_LINES // 2, len(written) - MAX_LINES))
+        written = written[start : start + MAX_LINES]
+    return "\n".join([f"{name}:", *written])
+
+
+def _text(line: Instruction, *, mark: bool) -> str:
+    rest = line.rest.split(", metadata=")[0].split(", backend_config=")[0]
+    text = f"{'> ' if mark else '  '}{line.name} = {line.shape} {line.opcode}({rest}"
+    return text if len(text) <= MAX_WIDTH else text[: MAX_WIDTH - 3] + "..."

@@ -1,0 +1,16 @@
+"""The text of a compiled program with all of its constants."""
+
+from jax.stages import Compiled
+
+
+def full_text(compiled: Compiled) -> str:
+    """Return the HLO text of a compiled program, with the numbers of every constant.
+
+    `Compiled.as_text` leaves out the numbers of constants that have more than ten, such as the table of a schedule.
+    """
+    from jaxlib import _hlo  # jax has no public name for it
+
+    modules = compiled.runtime_executable().hlo_modules()
+    options = _hlo.HloPrintOptions()
+    options.print_large_constants = True
+    return modules[0].to_string(options)

@@ -1,0 +1,501 @@
+"""What each device holds of a value: which piece of a whole array, and along which sums or choices it differs.
+
+A dim of an array is a list of factors, major first. A factor says which interval of a larger dim each device holds.
+What a value depends on besides its dims is hidden: a sum that is not complete yet, a dim of which every device holds
+one element, or a choice by the number of the device.
+"""
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from shardopt.hlo.proof._lookup import Range, Rows, Shift
+
+
+class Positions:
+    """One whole number per device. Equal vectors are one object, so that they compare and hash fast."""
+
+    __slots__ = ("array",)
+    _known: "dict[bytes, Positions]" = {}
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    @staticmethod
+    def of(array: np.ndarray) -> "Positions":
+        """Return the vector with these numbers."""
+        array = np.ascontiguousarray(array, dtype=np.int64)
+        key = array.tobytes()
+        if key not in Positions._known:
+            Positions._known[key] = Positions(array)
+        return Positions._known[key]
+
+    def __repr__(self) -> str:
+        return str(self.array.tolist())
+
+
+class Factor(NamedTuple):
+    """A device holds `local` elements, from position `at` on, of a dim of `size` elements.
+
+    `size` is 0 if the value is constant along the dim: it fits every interval of every size. `size` is -1 for numbers
+    that count positions: the interval is known, and the size is not.
+    """
+
+    local: int
+    size: int
+    at: Positions
+
+
+class Hidden(NamedTuple):
+    """A coordinate of a value that is no dim of its array: devices with equal numbers hold equal things.
+
+    Attributes:
+      kind: `dim` for a dim of which each device holds one element; `add`, `maximum`, ... for a reduction that is not
+        complete; `own` if every device computed with a term of such a reduction as if it were complete; `device` for a
+        choice by the number of the device.
+      at: the coordinate of each device.
+      count: the number of coordinates that there are.
+      origin: the index of the instruction that made it.
+    """
+
+    kind: str
+    at: Positions
+    count: int
+    origin: int
+
+
+class Fault(NamedTuple):
+    """Why a value is wrong, or unknown.
+
+    Attributes:
+      wrong: True if it is wrong.
+      order: the index of the instruction, in the order of evaluation.
+      reason: the reason as a sentence.
+      groups: the devices concerned.
+    """
+
+    wrong: bool
+    order: int
+    reason: str
+    groups: tuple[tuple[int, ...], ...] = ()
+
+
+class Data:
+    """Known numbers, `[1 or devices, *shape]`. Equal ones are one object."""
+
+    __slots__ = ("array",)
+    _known: "dict[tuple[bytes, str, tuple[int, ...]], Data]" = {}
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    @staticmethod
+    def of(array: np.ndarray) -> "Data":
+        """Return the numbers, once if all devices have the same."""
+        if len(array) > 1 and (array == array[:1]).all():
+            array = array[:1]
+        array = np.ascontiguousarray(array)
+        key = (array.tobytes(), array.dtype.str, array.shape)
+        if key not in Data._known:
+            Data._known[key] = Data(array)
+        return Data._known[key]
+
+
+Dim = tuple[Factor, ...]
+
+
+class Value(NamedTuple):
+    """An array on all devices.
+
+    Attributes:
+      shape: its local shape.
+      dims: the factors of each dim.
+      hidden: its coordinates that are no dims.
+      constant: whether it depends on no input of the program.
+      fill: the number that all its elements are equal to; None if unknown.
+      data: its numbers, if they are few integers that depend on no input.
+      faults: why it is wrong or unknown; its dims then say nothing.
+      parts: pieces along the last dim if they have different layouts; `dims` then say nothing.
+      sums: the groups over which the value is a sum that is complete: a sum over them again would count it twice.
+      note: what is known about its numbers, for lookups in a table of which each device holds some rows.
+    """
+
+    shape: tuple[int, ...]
+    dims: tuple[Dim, ...]
+    hidden: tuple[Hidden, ...] = ()
+    constant: bool = False
+    fill: float | None = None
+    data: Data | None = None
+    faults: frozenset[Fault] = frozenset()
+    parts: "tuple[Value, ...] | None" = None
+    sums: frozenset[Positions] = frozenset()
+    note: "Shift | Range | Rows | None" = None
+
+    @property
+    def zero(self) -> bool:
+        """Whether all elements are 0, so that it is a term of every sum."""
+        return self.fill == 0
+
+    def changed(self, **fields: object) -> "Value":
+        """Return the value with other fields, no longer with known numbers."""
+        return self._replace(**{"data": None, "fill": None, "note": None, **fields})  # type: ignore[arg-type]
+
+
+class Wrong(Exception):
+    """An instruction is wrong."""
+
+    def __init__(self, reason: str, groups: tuple[tuple[int, ...], ...] = ()) -> None:
+        super().__init__(reason)
+        self.reason, self.groups = reason, groups
+
+
+class Unproved(Exception):
+    """No rule says what an instruction computes."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+REDUCTIONS = ("add", "maximum", "minimum", "and", "or", "multiply")
+_RANK = {"own": 4, **dict.fromkeys(REDUCTIONS, 3), "device": 2, "dim": 1}
+
+
+def zeros(devices: int) -> Positions:
+    """Return position 0 on all devices."""
+    return Positions.of(np.zeros(devices, np.int64))
+
+
+@functools.cache
+def scaled(at: Positions, factor: int, divisor: int = 1) -> Positions:
+    """Return the positions times a factor, divided by a divisor."""
+    return Positions.of(at.array * factor // divisor)
+
+
+@functools.cache
+def all_multiples(at: Positions, divisor: int) -> bool:
+    """Return whether all positions are multiples of a number."""
+    return not (at.array % divisor).any()
+
+
+@functools.cache
+def partition(at: Positions) -> Positions:
+    """Number the classes of devices with equal coordinates by their first device."""
+    _, first, inverse = np.unique(at.array, return_index=True, return_inverse=True)
+    return Positions.of(first[inverse])
+
+
+@functools.cache
+def varies(at: Positions) -> bool:
+    """Return whether the devices have different numbers."""
+    return bool((at.array != at.array[0]).any())
+
+
+@functools.cache
+def joint(*coordinates: Positions) -> Positions:
+    """Return the classes of devices that agree in all coordinates."""
+    stacked = np.stack([at.array for at in coordinates])
+    _, first, inverse = np.unique(stacked, axis=1, return_index=True, return_inverse=True)
+    return Positions.of(first[inverse.reshape(-1)])
+
+
+def determines(coordinates: Sequence[Positions], at: Positions) -> bool:
+    """Return whether devices that agree in all coordinates agree in `at`."""
+    return joint(*coordinates, at) is joint(*coordinates) if coordinates else not varies(at)
+
+
+def whole(local: int, devices: int) -> Dim:
+    """Return a dim that every device holds whole."""
+    return (Factor(local, local, zeros(devices)),) if local != 1 else ()
+
+
+def same_everywhere(local: int, devices: int) -> Dim:
+    """Return a dim along which the value is constant."""
+    return (Factor(local, 0, zeros(devices)),) if local != 1 else ()
+
+
+def is_whole(dim: Dim) -> bool:
+    """Return whether every device holds the whole dim, or could."""
+    return all(factor.size in (0, factor.local) for factor in dim)
+
+
+def is_constant_along(dim: Dim) -> bool:
+    """Return whether the value is constant along a dim."""
+    return all(factor.size == 0 for factor in dim)
+
+
+@functools.cache
+def normal(dim: Dim) -> Dim:
+    """Join neighbours: a whole factor belongs to the factor before it."""
+    joined: list[Factor] = []
+    for factor in dim:
+        if factor.local == 1:
+            continue
+        if joined:
+            major = joined[-1]
+            if major.size == 0 and factor.size == 0:
+                joined[-1] = Factor(major.local * factor.local, 0, factor.at)
+                continue
+            if major.size > 0 and factor.size == factor.local:
+                joined[-1] = Factor(
+                    major.local * factor.local, major.size * factor.local, scaled(major.at, factor.local)
+                )
+                continue
+        joined.append(factor)
+    return tuple(joined)
+
+
+def cut(factor: Factor, major: int) -> tuple[Factor, Factor]:
+    """Split a factor into `major` times the remaining elements."""
+    minor = factor.local // major
+    if factor.size == 0:
+        return Factor(major, 0, factor.at), Factor(minor, 0, factor.at)
+    if factor.size > 0 and factor.size % minor == 0 and all_multiples(factor.at, minor):
+        zero = zeros(len(factor.at.array))
+        return Factor(major, factor.size // minor, scaled(factor.at, 1, minor)), Factor(minor, minor, zero)
+    raise Unproved("the reshape splits a dim across the borders of its pieces.")
+
+
+def split_dims(factors: Sequence[Factor], shape: Sequence[int]) -> tuple[Dim, ...]:
+    """Distribute factors, major first, over the dims of a shape: a reshape."""
+    devices = len(factors[0].at.array) if factors else 0
+    pending = list(reversed(factors))
+    dims: list[Dim] = []
+    for size in shape:
+        dim: list[Factor] = []
+        missing = size
+        while missing > 1:
+            if not pending:
+                raise Unproved("the reshape has another number of elements.")
+            factor = pending.pop()
+            if missing % factor.local == 0:
+                dim.append(factor)
+                missing //= factor.local
+            elif factor.local % missing == 0:
+                major, minor = cut(factor, missing)
+                dim.append(major)
+                pending.append(minor)
+                missing = 1
+            else:  # join with the next factor if both are whole, or could be
+                if not pending:
+                    raise Unproved("the reshape splits a dim unevenly.")
+                following = pending.pop()
+                first, second = (_specialised(part, devices) for part in (factor, following))
+                merged = normal((first, second))
+                if len(merged) != 1:
+                    raise Unproved("the reshape splits a dim across the borders of its pieces.")
+                pending.append(merged[0])
+        dims.append(normal(tuple(dim)))
+    return tuple(dims)
+
+
+def _specialised(factor: Factor, devices: int) -> Factor:
+    return Factor(factor.local, factor.local, zeros(devices)) if factor.size == 0 else factor
+
+
+def aligned(first: Dim, second: Dim) -> list[tuple[Factor, Factor]]:
+    """Cut the factors of two dims of equal local size into pairs of equal local size."""
+    left, right = list(reversed(normal(first))), list(reversed(normal(second)))
+    pairs = []
+    while left and right:
+        a, b = left.pop(), right.pop()
+        if a.local > b.local and a.local % b.local == 0:
+            a, minor = cut(a, b.local)
+            left.append(minor)
+        elif b.local > a.local and b.local % a.local == 0:
+            b, minor = cut(b, a.local)
+            right.append(minor)
+        elif a.local != b.local:
+            raise Unproved("two dims are made of pieces of different sizes.")
+        pairs.append((a, b))
+    return pairs
+
+
+class _Mismatch(Exception):
+    def __init__(self, left: Factor, right: Factor) -> None:
+        super().__init__()
+        self.factors = left, right
+
+
+@functools.cache
+def unified(first: Dim, second: Dim) -> Dim:
+    """Return the dim that both values have; raise if they hold different pieces."""
+    if first is second or first == second:
+        return first
+    factors = []
+    for a, b in aligned(first, second):
+        if a == b or b.size == 0:
+            factors.append(a)
+        elif a.size == 0:
+            factors.append(b)
+        elif -1 in (a.size, b.size) and a.at is b.at:
+            factors.append(a if b.size == -1 else b)
+        else:
+            raise _Mismatch(a, b)
+    return normal(tuple(factors))
+
+
+def unify(first: Value, second: Value, dims: Iterable[tuple[int, int]]) -> tuple[dict[int, Dim], Value, Value]:
+    """Return the common dims by dim of `first`, and both values without the hidden dims that became visible.
+
+    `dims` has the pairs of dims that must agree.
+    """
+    common: dict[int, Dim] = {}
+    for i, j in dims:
+        while True:
+            try:
+                common[i] = unified(first.dims[i], second.dims[j])
+            except _Mismatch as mismatch:
+                a, b = mismatch.factors
+                if (revealed := _revealed(first, i, a, b)) is not None:
+                    first = revealed
+                    continue
+                if (revealed := _revealed(second, j, b, a)) is not None:
+                    second = revealed
+                    continue
+                if first.constant or second.constant:
+                    raise Unproved("positions within a piece meet positions within the whole.") from None
+                raise Wrong(f"its operands hold different pieces: {_piece(a)} and {_piece(b)}.") from None
+            break
+    return common, first, second
+
+
+def _revealed(value: Value, dim: int, factor: Factor, other: Factor) -> Value | None:
+    """Return the value with a hidden dim as the major part of a whole dim, if that is the piece `other`."""
+    if factor.size != factor.local or other.size <= other.local or len(value.dims[dim]) != 1:
+        return None
+    if other.size % other.local or not all_multiples(other.at, other.local):
+        return None
+    at, count = scaled(other.at, 1, other.local), other.size // other.local
+    for hidden in value.hidden:
+        same = hidden.kind == "dim" and hidden.at is at and hidden.count == count
+        # numbers that each device made for its own rows, such as random ones, are rows of a whole array
+        if same or (hidden.kind == "device" and determines([other.at], hidden.at)):
+            remaining = tuple(h for h in value.hidden if h is not hidden)
+            dims = (*value.dims[:dim], (other,), *value.dims[dim + 1 :])
+            return value._replace(dims=dims, hidden=remaining)
+    return None
+
+
+def _piece(factor: Factor) -> str:
+    if factor.size == factor.local:
+        return f"all {factor.local} elements"
+    starts = factor.at.array[:8].tolist()
+    more = ", ..." if len(factor.at.array) > 8 else ""
+    return f"{factor.local} of {factor.size if factor.size > 0 else 'all'} elements from {starts}{more}"
+
+
+def merged_hidden(values: Iterable[tuple[Hidden, ...]]) -> tuple[Hidden, ...]:
+    """Return all coordinates once. Of two kinds with the same coordinate, the stronger remains."""
+    known: dict[tuple[Positions, int], Hidden] = {}
+    for hidden in values:
+        for h in hidden:
+            key = (h.at, h.count)
+            if key not in known or _RANK[h.kind] > _RANK[known[key].kind]:
+                known[key] = h
+    return tuple(sorted(known.values(), key=lambda h: (h.kind, h.count, h.at.array.tobytes())))
+
+
+def pending(value: Value) -> tuple[Hidden, ...]:
+    """Return the reductions of a value that are not complete."""
+    return tuple(h for h in value.hidden if h.kind in REDUCTIONS)
+
+
+def used(hidden: tuple[Hidden, ...], order: int) -> tuple[Hidden, ...]:
+    """Return the coordinates after a use that is not linear: terms of a reduction are used on their own."""
+    return tuple(h._replace(kind="own", origin=order) if h.kind in REDUCTIONS else h for h in hidden)
+
+
+def added(values: Sequence[Value], order: int, kind: str = "add") -> tuple[Hidden, ...]:
+    """Return the coordinates of a sum of values.
+
+    All must be terms of the same reductions. A term plus a value that is whole is a number of the device's own: a later
+    sum counts the whole value several times, unless it is an average.
+    """
+    terms = [value for value in values if not (kind == "add" and value.zero)]
+    reductions = {partition(h.at): h for value in terms for h in pending(value)}
+    changed = []
+    for value in terms:
+        hidden = value.hidden
+        for classes, reduction in reductions.items():
+            same = [h for h in hidden if partition(h.at) is classes and h.count == reduction.count]
+            if not same:
+                hidden = (*hidden, reduction._replace(kind="own", origin=order))
+                continue
+            changed_kind = "own" if "own" in {h.kind for h in same} else reduction.kind
+            if changed_kind != kind:
+                changed_kind = "own"
+            hidden = tuple(
+                h._replace(kind=changed_kind, origin=order if changed_kind == "own" else h.origin)
+                if h in same and h.kind != changed_kind
+                else h
+                for h in hidden
+            )
+        changed.append(hidden)
+    return merged_hidden(changed)
+
+
+def multiplied(values: Sequence[Value], order: int) -> tuple[Hidden, ...]:
+    """Return the coordinates of a product: linear in each operand, and in no two at once."""
+    hidden: list[tuple[Hidden, ...]] = []
+    for i, value in enumerate(values):
+        others = {partition(h.at) for j, other in enumerate(values) if j != i for h in other.hidden}
+        hidden.append(
+            tuple(
+                h._replace(kind="own", origin=order)
+                if h.kind in REDUCTIONS and (h.kind != "add" or partition(h.at) in others)
+                else h
+                for h in value.hidden
+            )
+        )
+    return merged_hidden(hidden)
+
+
+def without_known_devices(value: Value) -> Value:
+    """Drop the choices by device that the other coordinates of a value imply."""
+    if not any(h.kind == "device" for h in value.hidden):
+        return value
+    hidden = list(value.hidden)
+    for h in value.hidden:
+        if h.kind == "device":
+            others = [f.at for dim in value.dims for f in dim if f.size > 0]
+            others += [other.at for other in hidden if other is not h and other.kind in ("dim", "device")]
+            if determines(others, h.at):
+                hidden.remove(h)
+    return value._replace(hidden=tuple(hidden))
+
+
+def joined(first: Value, second: Value) -> Value:
+    """Return what holds for both of two values: the result of a branch, or of a loop that may not turn."""
+    if first == second:
+        return first
+    if first.faults or second.faults:
+        return first._replace(faults=first.faults | second.faults)
+    if first.zero or second.zero:
+        return (second if first.zero else first).changed(constant=first.constant and second.constant)
+    if first.parts or second.parts:
+        if first.parts and second.parts and [p.shape for p in first.parts] == [p.shape for p in second.parts]:
+            parts = tuple(joined(a, b) for a, b in zip(first.parts, second.parts, strict=True))
+            return first.changed(parts=parts, constant=False)
+        if first.zero or second.zero:
+            return (second if first.zero else first).changed(constant=False)
+        raise Unproved("two values of a loop or branch are made of different pieces.")
+    try:
+        common, first, second = unify(first, second, [(i, i) for i in range(len(first.dims))])
+        hidden = added([first, second], -1)
+    except Wrong as problem:
+        raise Unproved(f"a loop or branch changes what a value holds: {problem.reason}") from None
+    fill = first.fill if first.fill == second.fill else None
+    return Value(
+        first.shape,
+        tuple(common[i] for i in range(len(first.dims))),
+        hidden,
+        constant=first.constant and second.constant,
+        fill=fill,
+        data=first.data if first.data is second.data else None,
+        sums=first.sums & second.sums,
+        note=first.note if first.note == second.note else None,
+    )
