@@ -71,12 +71,8 @@ def reduced_over(value: Value, kind: str, groups: Groups, order: int) -> Value:
                 groups,
             )
         if kind == "add" and group_classes(groups) in value.sums:
-            raise Wrong(
-                f"it sums {n} copies of a sum that is complete already: the result is {n} times too large.", groups
-            )
-        raise Unproved(
-            f"it sums {n} copies of a value: right only if the result is used as an average of equal values."
-        )
+            raise Wrong(f"it sums {n} copies of a sum that is complete already: the result is {n} times too large.", groups)
+        raise Unproved(f"it sums {n} copies of a value: right only if the result is used as an average of equal values.")
     for h in varying:
         if h.kind == "own":
             raise Unproved(
@@ -172,9 +168,7 @@ def gathered(value: Value, dim: int, groups: Groups) -> Value:
     size = value.shape[dim]
     shape = (*value.shape[:dim], size * n, *value.shape[dim + 1 :])
     if value.parts or value.fill is not None and not value.hidden:
-        return value.changed(
-            shape=shape, dims=_replaced(value.dims, dim, _constant(size * n, devices)), fill=value.fill
-        )
+        return value.changed(shape=shape, dims=_replaced(value.dims, dim, _constant(size * n, devices)), fill=value.fill)
     new_major, dims, hidden = _gathered_coordinate(value, groups, devices, n)
     factors = list(dims[dim])
     if new_major is not None:
@@ -266,9 +260,7 @@ def _terms(kinds: set[str]) -> str:
 def _check_ascending(at: Positions, step: int, groups: Groups) -> None:
     for row in _per_group(at, groups):
         if (row != row[0] + step * np.arange(len(row))).any():
-            raise Wrong(
-                f"it joins pieces in another order than they have in the array: from {row[:8].tolist()}.", groups
-            )
+            raise Wrong(f"it joins pieces in another order than they have in the array: from {row[:8].tolist()}.", groups)
 
 
 def exchanged(value: Value, dim: int, groups: Groups) -> Value:

@@ -40,11 +40,7 @@ def by_parts(line: Line, values: Sequence[Value], devices: int, apply: Apply) ->
         return Value(line.dims, value.dims, parts=tuple(results))
     if line.opcode == "slice":
         bounds = [numbers(part) for part in line.attributes["slice"].strip("{}").split("]") if numbers(part)]
-        if any(
-            (start, stop) != (0, n)
-            for i, ((start, stop, *_), n) in enumerate(zip(bounds, value.shape, strict=True))
-            if i != dim
-        ):
+        if any((start, stop) != (0, n) for i, ((start, stop, *_), n) in enumerate(zip(bounds, value.shape, strict=True)) if i != dim):
             raise Unproved("it slices a bucket along another dim.")
         start, stop, *stride = bounds[dim]
         return sliced(value, start, stop, line, devices, apply) if stride in ([], [1]) else _refuse(line)
@@ -74,11 +70,7 @@ def _split(other: Value, value: Value, dim: int) -> list[Value]:
     return [
         other._replace(
             shape=part.shape,
-            dims=(
-                *other.dims[:dim],
-                tuple(f._replace(local=part.shape[dim]) for f in other.dims[dim][:1] if part.shape[dim] != 1),
-                *other.dims[dim + 1 :],
-            ),
+            dims=(*other.dims[:dim], tuple(f._replace(local=part.shape[dim]) for f in other.dims[dim][:1] if part.shape[dim] != 1), *other.dims[dim + 1 :]),
             data=None,
         )
         for part in parts

@@ -58,9 +58,7 @@ def prove(
         inputs = [_written_sharding(line.rest, devices) for line in parameters]
     if len(inputs) != len(parameters):
         problem = f"the program has {len(parameters)} parameters, and {len(inputs)} shardings were passed."
-        raise ValueError(
-            format_error("prove", problem, fix="pass one sharding per parameter of the entry computation.")
-        )
+        raise ValueError(format_error("prove", problem, fix="pass one sharding per parameter of the entry computation."))
     arguments = tuple(
         sharded(sharding, array_shape(line.shape), devices) for line, sharding in zip(parameters, inputs, strict=True)
     )
@@ -143,9 +141,7 @@ def _left_over(hidden: Hidden, index: int, root: int, *, declared: bool) -> Faul
         )
         return Fault(False, origin, reason)
     if hidden.kind == "own":
-        return Fault(
-            True, origin, "it uses the term of each device as if it were the whole sum, which is never taken.", groups
-        )
+        return Fault(True, origin, "it uses the term of each device as if it were the whole sum, which is never taken.", groups)
     if hidden.kind == "dim" and hidden.origin < 0:
         reason = (
             f"result {index} is declared to be the same on devices that hold different elements of an argument: right only "
@@ -153,14 +149,10 @@ def _left_over(hidden: Hidden, index: int, root: int, *, declared: bool) -> Faul
         )
         return Fault(False, root, reason)
     if hidden.kind == "dim":
-        return Fault(
-            True, origin, f"result {index} is declared to be the same on devices that hold different elements.", groups
-        )
+        return Fault(True, origin, f"result {index} is declared to be the same on devices that hold different elements.", groups)
     if hidden.kind == "device":
         return Fault(True, origin, f"result {index} depends on the number of the device.", groups)
-    return Fault(
-        True, origin, f"result {index} is a partial {hidden.kind}: the reduction over these devices is missing.", groups
-    )
+    return Fault(True, origin, f"result {index} is a partial {hidden.kind}: the reduction over these devices is missing.", groups)
 
 
 def _groups_of(hidden: Hidden) -> tuple[tuple[int, ...], ...]:

@@ -142,25 +142,13 @@ def test_every_strategy_tunes(tune, tmp_path):
     [
         ("--length 0", "tune: --length must be at least 1, got 0."),
         ("--validation 1", "tune: --validation must be between 0 and 1, got 1.0."),
-        (
-            "--base nf4",
-            "tune: 1 option for adapters, and --lora-rank is not given.\n  --base\nFix: add --lora-rank 16, or leave out what is listed.",
-        ),
+        ("--base nf4", "tune: 1 option for adapters, and --lora-rank is not given.\n  --base\nFix: add --lora-rank 16, or leave out what is listed."),
         ("--epochs 0", "tune: --epochs must be finite, above 0; got 0.0."),
         ("--length 4", "tokenize_chats: all 200 conversations have more than 4 tokens; the longest has "),
-        (
-            "--strategy ddp --gather-dtype bfloat16",
-            "tune: --gather-dtype is for fsdp, which gathers weights; ddp was asked for.",
-        ),
+        ("--strategy ddp --gather-dtype bfloat16", "tune: --gather-dtype is for fsdp, which gathers weights; ddp was asked for."),
         ("--batch-size 6 --mesh data=8", "tune: --batch-size 6 is not divisible by 8 devices along data = 8."),
-        (
-            "--lora-rank 2 --lora-targets router",
-            "lora: 1 problem with the targets.\n  target 'router' matches no parameter",
-        ),
-        (
-            "--lora-rank 2 --lora-targets embedding",
-            "tune: peft has no form for 1 weight.\n  model.embed_tokens.weight: is not",
-        ),
+        ("--lora-rank 2 --lora-targets router", "lora: 1 problem with the targets.\n  target 'router' matches no parameter"),
+        ("--lora-rank 2 --lora-targets embedding", "tune: peft has no form for 1 weight.\n  model.embed_tokens.weight: is not"),
         ("--chat-template {run}/none.jinja", "open_chat: {run}/none.jinja is no file."),
         ("--resume", "tune: there is no run in '{run}' to go on with."),
     ],
@@ -210,6 +198,4 @@ def test_adapters_do_not_go_on_with_another_base(tune, model, tmp_path):
         shutil.move(model, other)
         shutil.move(tmp_path / "away", model)
     assert code == 2
-    assert re.search(
-        r"was trained on another base: its hash is [0-9a-f]{32}, and that of params is [0-9a-f]{32}\.", err
-    )
+    assert re.search(r"was trained on another base: its hash is [0-9a-f]{32}, and that of params is [0-9a-f]{32}\.", err)
