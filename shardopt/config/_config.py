@@ -164,6 +164,7 @@ class StrategyConfig(NamedTuple):
     local_updates: SyncConfig | None = None
     sync_gradients: bool = False
     compiler_options: CompilerOptions | None = None
+    verify: bool = False
     axis_names: Axes | None = None
     user_mesh: UserMesh | None = None
     report: Callable[..., Report] = _no_report

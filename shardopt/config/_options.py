@@ -258,6 +258,16 @@ class SharedOptions(TypedDict, total=False):
             check=_compiler_options,
         ),
     ]
+    verify: Annotated[
+        bool,
+        Option(
+            "whether each program is proved when it is compiled: every sum over devices is complete once, and the results "
+            "have their shardings (`so.hlo.prove`). A wrong program raises an error before it runs. A program with "
+            "instructions that no rule covers gives a warning.",
+            default=False,
+            check=_flag,
+        ),
+    ]
     view: Annotated[
         View,
         Option(
