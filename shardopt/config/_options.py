@@ -151,6 +151,12 @@ def _compiler_options(name: str, options: CompilerOptions | None) -> CompilerOpt
     return options
 
 
+def _flag(name: str, flag: bool) -> bool:
+    if not isinstance(flag, bool):
+        raise TypeError(error_text(f"{name} must be True or False, got {flag!r}."))
+    return flag
+
+
 def _separable(name: str, separable: bool | None) -> bool | None:
     if separable is not None and separable is not True:
         problem = (

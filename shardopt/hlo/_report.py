@@ -1,11 +1,15 @@
 """The collectives of a program as a table: filters, sums, and a comparison with expected traffic."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
+
+from jax.sharding import Sharding
 
 from shardopt.core._errors import format_error, plural
 from shardopt.hlo._collective import Collective
+from shardopt.hlo.proof import Proof, prove
+from shardopt.hlo.proof._prove import Source
 
 _Key = TypeVar("_Key")
 
