@@ -6,6 +6,7 @@ from shardopt.core._errors import (
     DamagedCheckpointError,
     NonFiniteLossError,
     NotSeparableError,
+    SilentCorruptionError,
     StepNotFoundError,
 )
 
@@ -15,6 +16,7 @@ __all__ = [
     "DamagedCheckpointError",
     "NonFiniteLossError",
     "NotSeparableError",
+    "SilentCorruptionError",
     "StepNotFoundError",
 ]
 

@@ -1,6 +1,5 @@
 """Adapters in a folder: A and B as safetensors, and a hash of the base that they were trained on."""
 
-import hashlib
 import json
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from shardopt.checkpoint._hashed import hash_of_leaves
 from shardopt.core._errors import error_text, plural
 from shardopt.core._extras import require
 from shardopt.core._types import PyTree, leaves_with_paths
@@ -21,14 +21,14 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 def save_adapters(folder: Path, tensors: dict[str, np.ndarray], settings: dict[str, object], params: PyTree) -> None:
     """Write tensors and settings; all processes take part, and the first one writes. The settings are written last."""
     require("safetensors", extra="huggingface")
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
     metadata = {"format": "pt", "base_hash": base_hash(params)}
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CONFIG).unlink(missing_ok=True)
         unfinished = folder / f"{WEIGHTS}.unfinished"
-        save_file(tensors, unfinished, metadata=metadata)
+        unfinished.write_bytes(save(tensors, metadata=metadata))  # save_file would let nobody else read it
         unfinished.replace(folder / WEIGHTS)
         write_atomic(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
     if jax.process_count() > 1:
@@ -48,8 +48,8 @@ def read_adapters(folder: Path, shapes: dict[str, tuple[int, ...]], params: PyTr
     with safe_open(folder / WEIGHTS, framework="numpy") as file:
         stored_hash = (file.metadata() or {}).get("base_hash")
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, since it is no dict
-    if stored_hash is not None and stored_hash != base_hash(params):
-        problem = f"the adapters were trained on another base: its hash was {stored_hash}."
+    if stored_hash is not None and stored_hash != (actual_hash := base_hash(params)):
+        problem = f"the adapters were trained on another base: its hash was {stored_hash}, and is {actual_hash} here."
         raise ValueError(error_text(problem, fix="load the frozen parameters that they were trained on."))
     misfits = [
         f"{name}: {tensors[name].shape if name in tensors else 'absent'} in the folder, {shapes.get(name, 'absent')} here"
@@ -106,12 +106,7 @@ def with_factors(params: PyTree, factors: dict[str, np.ndarray]) -> PyTree:
 
 def base_hash(params: PyTree) -> str:
     """Return a hash of all leaves but A and B. It does not depend on how they are sharded."""
-    digest = hashlib.sha256()
-    for path, leaf in leaves_with_paths(params):
-        if not _is_factor(path):
-            sums = np.asarray(_sums(jnp.asarray(leaf)))
-            digest.update(f"{path} {leaf.dtype} {leaf.shape} {sums[0]} {sums[1]}\n".encode())
-    return digest.hexdigest()[:32]
+    return hash_of_leaves((path, leaf) for path, leaf in leaves_with_paths(params) if not _is_factor(path))
 
 
 def _placed(tensor: np.ndarray, leaf: jax.Array) -> jax.Array:
@@ -120,29 +115,3 @@ def _placed(tensor: np.ndarray, leaf: jax.Array) -> jax.Array:
     if sharding is None:
         return jnp.asarray(tensor)
     return jax.make_array_from_callback(tensor.shape, sharding, lambda index: tensor[index])
-
-
-@jax.jit
-def _sums(leaf: jax.Array) -> jax.Array:
-    """Return two sums of the leaf's bits, each number times an odd factor that depends on its position, modulo 2^32.
-
-    Sums of integers do not depend on their order. So shards are summed where they are.
-    """
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    if leaf.dtype == bool:
-        leaf = leaf.astype(jnp.uint8)
-    width = min(leaf.dtype.itemsize, 4)
-    bits = jax.lax.bitcast_convert_type(leaf, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[width]).astype(jnp.uint32)
-    position = jnp.zeros(bits.shape, jnp.uint32)
-    for dim, size in enumerate(bits.shape):
-        position = position * jnp.uint32(size % 2**32) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
-    factors = [_mixed(position ^ jnp.uint32(seed)) | jnp.uint32(1) for seed in (0, 0x9E3779B9)]
-    return jnp.stack([jnp.sum((bits + jnp.uint32(1)) * factor, dtype=jnp.uint32) for factor in factors])
-
-
-def _mixed(x: jax.Array) -> jax.Array:
-    """Return 32 bits mixed as in MurmurHash3 (Appleby, 2011)."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)

@@ -56,6 +56,13 @@ class Module(NamedTuple):
             block[...] = tensors[tensor_name].T.reshape(block.shape)
 
 
+def linear_weights(model: Pretrained) -> list[str]:
+    """Return the leaves of blocks that peft has a form for, without routers and experts."""
+    leaves = {place.leaf for places in model.places.values() for place in places}
+    problems = {place.leaf for tensor, places in model.places.items() if _problem(tensor, places) for place in places}
+    return sorted(leaf for leaf in leaves - problems if "blocks/" in leaf and "/router/" not in leaf)
+
+
 def modules_of(model: Pretrained, targets: set[str]) -> list[Module]:
     """Return the modules whose weights are in these leaves.
 
@@ -64,21 +71,27 @@ def modules_of(model: Pretrained, targets: set[str]) -> list[Module]:
     """
     modules, problems, seen = [], [], set()
     for tensor, places in model.places.items():
-        if not {place.leaf for place in places} & targets:
-            continue
-        seen |= {place.leaf for place in places}
-        place = places[0]
-        if len(places) > 1:
-            problems.append(f"{tensor}: joins {', '.join(place.leaf for place in places)}, which have an A each")
-        elif not place.outputs or len(place.numbers) != 1 or not tensor.endswith(".weight"):
-            problems.append(f"{tensor}: is not the weight of a linear module")
-        else:
-            modules.append(Module(tensor.removesuffix(".weight"), place))
+        leaves = {place.leaf for place in places}
+        if leaves & targets:
+            seen |= leaves
+            if problem := _problem(tensor, places):
+                problems.append(f"{tensor}: {problem}")
+            else:
+                modules.append(Module(tensor.removesuffix(".weight"), places[0]))
     problems += [f"{leaf}: is no leaf of the model" for leaf in sorted(targets - seen)]
     if problems:
         fix = "leave them out of targets, or save without model=, in shardopt's own form."
         raise ValueError(error_text(f"peft has no form for {plural(len(problems), 'weight')}.", problems, fix))
     return modules
+
+
+def _problem(tensor: str, places: list[Place]) -> str:
+    """Return why peft has no form for a tensor; "" if it has one."""
+    if len(places) > 1:
+        return f"joins {', '.join(place.leaf for place in places)}, which have an A each"
+    if not places[0].outputs or len(places[0].numbers) != 1 or not tensor.endswith(".weight"):
+        return "is not the weight of a linear module"
+    return ""
 
 
 def peft_config(rank: int, alpha: float, dropout: float, modules: list[Module], model: Pretrained) -> dict[str, object]:

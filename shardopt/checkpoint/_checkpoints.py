@@ -16,6 +16,7 @@ import jax
 from jax.typing import ArrayLike
 
 from shardopt.checkpoint import _store as store
+from shardopt.checkpoint._hashed import KEY, Patterns, compile_patterns, record_of, without_hashed
 from shardopt.checkpoint._memory import MemorySnapshot, MemoryWriter
 from shardopt.checkpoint._multihost import on_primary_process, raise_together
 from shardopt.checkpoint._read import load
@@ -28,9 +29,11 @@ from shardopt.checkpoint._run_folder import (
     discard,
     remove_stale,
     run_folder,
+    set_aside,
     step_folder,
 )
-from shardopt.checkpoint._tree import Json
+from shardopt.checkpoint._sums import LeafSums
+from shardopt.checkpoint._tree import Json, leaves_by_path
 from shardopt.checkpoint._write import start_write, write_error
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import CheckpointError, DamagedCheckpointError, calling, format_error
@@ -89,6 +92,7 @@ class Checkpoints:
         mode: str = "min",
         resume: bool = True,
         memory_every: int | None = None,
+        hash_only: Patterns = (),
     ):
         """Become the writer of a folder; make the folder if it does not exist.
 
@@ -106,6 +110,9 @@ class Checkpoints:
             snapshots. If `shardopt launch --max-restarts` starts the job again, with the same or another number of
             processes, `fit` continues from a snapshot that is newer than the checkpoints on disk. Each host holds
             four copies of its share of the state.
+          hash_only: regexes of parameters that a checkpoint has only a hash of, such as the `frozen` of a strategy. They are
+            searched in key paths. `restore` then needs the parameters, and refuses others. `fit` takes them from the state
+            that it gets. Snapshots in memory hold all parameters.
 
         Raises:
           TypeError: if an argument is of the wrong kind.
@@ -124,6 +131,7 @@ class Checkpoints:
             raise ValueError(format_error(_WHO, f"mode must be 'min' or 'max', got {mode!r}."))
         if memory_every is not None:
             check_count("memory_every", memory_every)
+        self.hash_only = compile_patterns(hash_only)
         self.memory_every = memory_every
         self._memory = None if memory_every is None else MemoryWriter(_WHO)
         self.directory = run_folder(directory)
@@ -144,7 +152,9 @@ class Checkpoints:
         """Return whether a snapshot should be taken after this step."""
         return self.memory_every is not None and step > 0 and step % self.memory_every == 0
 
-    def save_in_memory(self, state: PyTree, *, step: int, extra: dict[str, Json] | None = None) -> None:
+    def save_in_memory(
+        self, state: PyTree, *, step: int, extra: dict[str, Json] | None = None, sums: LeafSums | None = None
+    ) -> None:
         """Copy this process's shards to the host, and send them to the memory of two hosts in the background.
 
         When this returns the state may be donated. A host that cannot be reached causes a warning.
@@ -153,16 +163,25 @@ class Checkpoints:
           state: pytree of arrays.
           step: steps taken.
           extra: JSON values.
+          sums: the sums of the state, which `fit(verify_every=...)` passes.
         """
         if self._memory is not None:
-            self._memory.save(state, step, extra or {})
+            self._memory.save(state, step, extra or {}, sums)
 
-    def newest_in_memory(self, target: ShardedOptimizer) -> MemorySnapshot | None:
+    def newest_in_memory(self, target: ShardedOptimizer, *, before: int | None = None) -> MemorySnapshot | None:
         """Return the newest snapshot for `target` that is complete on all processes, or None.
 
         A snapshot counts only if it is newer than the checkpoints on disk. With several processes all must call it.
+
+        Args:
+          target: the optimizer to continue with.
+          before: this step and later ones are left out.
         """
-        return None if self._memory is None else self._memory.newest(target, self.latest() or 0)
+        return None if self._memory is None else self._memory.newest(target, self.latest() or 0, before)
+
+    def set_aside(self, step: int) -> None:
+        """Rename the folder of a checkpoint to `<step>.damaged`: it does not count any more, and can be looked at."""
+        on_primary_process(lambda: set_aside(self.directory, step))
 
     @calling(_WHO)
     def save(
@@ -172,6 +191,7 @@ class Checkpoints:
         step: int,
         metrics: Mapping[str, ArrayLike] | None = None,
         extra: dict[str, Json] | None = None,
+        sums: LeafSums | None = None,
     ) -> None:
         """Copy a state to the host and write it in the background; first wait for an earlier write.
 
@@ -182,6 +202,7 @@ class Checkpoints:
           step: the number of the checkpoint.
           metrics: scalars by name; `best` names one of them.
           extra: JSON values that `restore` returns; with several processes the values of process 0 are saved.
+          sums: the sums of the state, which `fit(verify_every=...)` passes. `restore` compares them.
 
         Raises:
           TypeError: if a leaf is not an array, a metric not a scalar, or `extra` not JSON.
@@ -189,7 +210,11 @@ class Checkpoints:
           CheckpointError: if an earlier write failed; if this write cannot begin; if another job's folder replaced the
             folder, or it was unmounted; if it holds steps later than this one; after `close`.
         """
-        meta = describe_state(state, step, metrics, extra)
+        if self.hash_only:
+            extra = (extra or {}) | {KEY: record_of(state.params, self.hash_only)}
+            state = without_hashed(state, self.hash_only)
+            sums = None if sums is None else {path: sums[path] for path in leaves_by_path(state)}
+        meta = describe_state(state, step, metrics, extra)._replace(sums=sums)
         failure = self._settled()
         if on_primary_process(lambda: self._prepare(meta.step)):
             failure = None  # the failed write was deleted with the folder
@@ -247,10 +272,12 @@ class Checkpoints:
         return _best(values, self.mode)
 
     @calling(_WHO)
-    def restore(self, target: ShardedOptimizer | PyTree, *, step: int | None = None) -> tuple[PyTree, dict[str, Json]]:
+    def restore(
+        self, target: ShardedOptimizer | PyTree, *, step: int | None = None, params: PyTree = None
+    ) -> tuple[PyTree, dict[str, Json]]:
         """Return the state of a checkpoint and its `extra`, by default of the newest; see `shardopt.restore`."""
         self.wait()
-        state, meta = load(self.directory, target, step=step)
+        state, meta = load(self.directory, target, step=step, params=params)
         return state, meta.extra
 
     def __enter__(self) -> "Checkpoints":

@@ -22,6 +22,7 @@ import numpy as np
 
 from shardopt.checkpoint._multihost import exchange
 from shardopt.checkpoint._store import describe, from_storable, place, to_storable
+from shardopt.checkpoint._sums import LeafSums, check_sums
 from shardopt.checkpoint._tree import Json, LeafPath, leaves_by_path, show
 from shardopt.core._errors import format_error
 from shardopt.core._types import PyTree
@@ -47,11 +48,13 @@ class MemorySnapshot(NamedTuple):
       step: steps taken.
       extra: JSON values that were saved with the state.
       leaves: by key path, the record of the leaf as text, and its shards.
+      sums: the sum of each leaf, see `_sums`; None if the state was not verified.
     """
 
     step: int
     extra: dict[str, Json]
     leaves: dict[LeafPath, tuple[str, dict[Bounds, memoryview]]]
+    sums: LeafSums | None = None
 
 
 class CompleteStep(NamedTuple):
@@ -100,7 +103,7 @@ class MemoryWriter:
         if "SHARDOPT_LAUNCHED" not in os.environ:  # no launcher counts the attempts
             self._attempt = exchange(str(time.time_ns()))[0]
 
-    def save(self, state: PyTree, step: int, extra: dict[str, Json]) -> None:
+    def save(self, state: PyTree, step: int, extra: dict[str, Json], sums: LeafSums | None = None) -> None:
         """Copy this process's shards to the host and send them in the background.
 
         The state may be donated when this returns. It first waits a limited time for the previous snapshot. A vault
@@ -110,14 +113,15 @@ class MemoryWriter:
             text = "%s: the snapshot of step %d is left out: for %.0f s the one before could not be sent."
             _LOG.warning(text, self._who, step, _MAX_WAIT)
             return
-        self._pending = self._thread.submit(self._send, pack(state, step, extra), step)
+        self._pending = self._thread.submit(self._send, pack(state, step, extra, sums), step)
 
-    def newest(self, opt: ShardedOptimizer, later_than: int) -> MemorySnapshot | None:
+    def newest(self, opt: ShardedOptimizer, later_than: int, before: int | None = None) -> MemorySnapshot | None:
         """Return this process's shards of the newest step that all processes can restore, or None. All must call it.
 
         Args:
           opt: the optimizer whose abstract state says which shards this process needs.
           later_than: this step and earlier ones are left out.
+          before: this step and later ones are left out; None for no limit.
         """
         abstract_state = opt.abstract_state()
         vault_pieces = self._vault_pieces() if jax.process_index() == 0 else []
@@ -125,6 +129,8 @@ class MemoryWriter:
         # The processes may not all see the newest checkpoint in the shared folder yet.
         newest_checkpoint = max(step for _, step in received)
         for candidate in complete_steps(received[0][0], later_than=newest_checkpoint):
+            if before is not None and candidate.step >= before:
+                continue
             pieces = self._read_pieces(candidate)
             snapshot, problem = assemble(pieces, abstract_state)
             if snapshot is None:
@@ -197,7 +203,7 @@ def complete_steps(held: Iterable[tuple[str, int, int, str]], *, later_than: int
     return sorted(complete, key=lambda step: (step.step, int(step.group.partition("/")[0])), reverse=True)
 
 
-def pack(state: PyTree, step: int, extra: dict[str, Json]) -> bytearray:
+def pack(state: PyTree, step: int, extra: dict[str, Json], sums: LeafSums | None = None) -> bytearray:
     """Return the shards of this process as bytes: the length of a header, the header as JSON, the values.
 
     A shard that several devices of this process hold is packed once.
@@ -212,7 +218,8 @@ def pack(state: PyTree, step: int, extra: dict[str, Json]) -> bytearray:
             shard_entries.append([list(map(list, bounds)), offset, shard.nbytes])
             offset += shard.nbytes
         leaf_entries.append([list(path), str(describe(leaf)), shard_entries])
-    header = json.dumps({"step": step, "extra": extra, "leaves": leaf_entries}).encode()
+    sum_entries = None if sums is None else list(sums.values())  # in the order of the leaves
+    header = json.dumps({"step": step, "extra": extra, "leaves": leaf_entries, "sums": sum_entries}).encode()
     packed = bytearray(_LENGTH_BYTES + len(header) + offset)  # one copy only: a large state leaves little host memory
     packed[:_LENGTH_BYTES] = len(header).to_bytes(_LENGTH_BYTES, "little")
     position = _LENGTH_BYTES + len(header)
@@ -236,7 +243,8 @@ def unpack(packed: bytes) -> MemorySnapshot:
             tuple((a, b) for a, b in bounds): values[offset : offset + size] for bounds, offset, size in shard_entries
         }
         leaves[tuple(path)] = (leaf_record, shards)
-    return MemorySnapshot(int(header["step"]), header["extra"], leaves)
+    sums = None if header["sums"] is None else dict(zip(leaves, header["sums"], strict=True))
+    return MemorySnapshot(int(header["step"]), header["extra"], leaves, sums)
 
 
 def assemble(pieces: Iterable[MemorySnapshot], abstract_state: PyTree) -> tuple[MemorySnapshot | None, str]:
@@ -321,11 +329,14 @@ def _copy_overlap(
 
 
 def place_snapshot(snapshot: MemorySnapshot, abstract_state: PyTree) -> PyTree:
-    """Return the state of a snapshot, placed on the devices of this process.
+    """Return the state of a snapshot, placed on the devices of this process. With several processes all must call it.
 
     Args:
       snapshot: the snapshot that `assemble` put together for these devices.
       abstract_state: pytree of `jax.ShapeDtypeStruct` with shardings.
+
+    Raises:
+      DamagedCheckpointError: if a leaf does not have its sum.
     """
     leaves = []
     for path, leaf in leaves_by_path(abstract_state).items():
@@ -337,7 +348,9 @@ def place_snapshot(snapshot: MemorySnapshot, abstract_state: PyTree) -> PyTree:
             return np.frombuffer(shards[bounds], stored.dtype).reshape([stop - start for start, stop in bounds])
 
         leaves.append(from_storable(place(stored, read), describe(leaf)))
-    return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
+    state = jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
+    check_sums(f"the snapshot of step {snapshot.step}", state, snapshot.sums)
+    return state
 
 
 def _local_shards(leaf: jax.Array | np.ndarray) -> dict[Bounds, jax.Array]:

@@ -8,11 +8,13 @@ from pathlib import Path
 import jax
 
 from shardopt.checkpoint import _store as store
+from shardopt.checkpoint._hashed import KEY, check_hash, with_hashed, without_hashed
 from shardopt.checkpoint._multihost import on_primary_process
 from shardopt.checkpoint._record import MANIFEST_NAME, RECORD_NAME, Meta, read_meta, verify
 from shardopt.checkpoint._replicas import as_stored, to_wanted
 from shardopt.checkpoint._run_folder import committed, interrupted, run_folder, step_folder
 from shardopt.checkpoint._store import Leaf, describe, dtype_of
+from shardopt.checkpoint._sums import check_sums
 from shardopt.checkpoint._tree import LeafPath, leaves_by_path, rebuild, show
 from shardopt.core._errors import (
     MAX_LISTED,
@@ -34,6 +36,7 @@ def restore(
     *,
     step: int | None = None,
     abstract_params: PyTree = None,
+    params: PyTree = None,
 ) -> PyTree:
     """Read a checkpoint into the placement of an optimizer: of any strategy, on any mesh.
 
@@ -51,6 +54,8 @@ def restore(
       step: the number of the checkpoint; by default the newest.
       abstract_params: pytree of `jax.ShapeDtypeStruct`: the parameters, if the optimizer has not seen them. Without
         this, they are rebuilt from the checkpoint, if their containers are only dicts, lists, tuples and None.
+      params: the parameters with the leaves that the checkpoint has only a hash of, see `hash_only` of `Checkpoints`. They
+        are placed as the target wants them.
 
     Returns:
       The state, with the shardings of `opt.abstract_state(abstract_params)`, or of the abstract state.
@@ -58,10 +63,11 @@ def restore(
     Raises:
       TypeError: if `target` is neither an optimizer nor an abstract state with shardings.
       StepNotFoundError: if there is no such checkpoint.
-      DamagedCheckpointError: if a file is damaged or missing; the message names it.
+      DamagedCheckpointError: if a file is damaged or missing, or a leaf does not have the sum that `fit(verify_every=...)`
+        stored; the message names it.
       CheckpointError: if orbax wrote the folder without shardopt and `target` is an optimizer. Also if a leaf is
-        missing, left over, or of another shape or dtype; the message lists key paths. It is a ValueError, and the
-        two errors above are CheckpointErrors.
+        missing, left over, or of another shape or dtype; the message lists key paths. Also if `params` have another hash
+        than the checkpoint. It is a ValueError, and the two errors above are CheckpointErrors.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, optax, shardopt as so
@@ -90,7 +96,7 @@ def restore(
     orbax_folder = _orbax_folder(directory, step)
     if orbax_folder is not None and not isinstance(target, ShardedOptimizer):
         return store.read_orbax(orbax_folder, target)
-    return load(directory, target, step=step, abstract_params=abstract_params)[0]
+    return load(directory, target, step=step, abstract_params=abstract_params, params=params)[0]
 
 
 def _orbax_folder(directory: str | os.PathLike[str], step: int | None) -> Path | None:
@@ -120,6 +126,7 @@ def load(
     *,
     step: int | None = None,
     abstract_params: PyTree = None,
+    params: PyTree = None,
 ) -> tuple[PyTree, Meta]:
     """Return the state that `restore` returns, and the record of the checkpoint."""
     check_target(target, abstract_params)
@@ -134,14 +141,20 @@ def load(
     chosen_step = on_primary_process(lambda: _choose_step(path, step))
     _check_undamaged(path, chosen_step)
     folder = step_folder(path, chosen_step)
-    meta = read_meta(folder)
-    return fill(
-        f"step {chosen_step} in {path}",
-        meta,
-        target,
-        abstract_params,
-        lambda abstract_state: store.read_arrays(folder, abstract_state),
-    ), meta
+    meta, source = read_meta(folder), f"step {chosen_step} in {path}"
+
+    def read(abstract_state: PyTree) -> PyTree:
+        state = store.read_arrays(folder, abstract_state)
+        check_sums(source, state, meta.sums)
+        return state
+
+    if (record := meta.extra.pop(KEY, None)) is None:
+        return fill(source, meta, target, abstract_params, read), meta
+    patterns = check_hash(source, record, params)
+    if isinstance(target, ShardedOptimizer):
+        target = target.abstract_state(jax.eval_shape(lambda: params))
+    state = fill(source, meta, without_hashed(target, patterns), None, read)
+    return with_hashed(state, target.params, params, patterns), meta
 
 
 def check_target(target: ShardedOptimizer | PyTree, abstract_params: PyTree = None) -> None:

@@ -33,6 +33,7 @@ class Meta(NamedTuple):
       params: the structure of the parameters, see `describe_structure`; None if the state has none.
       metrics: the metrics of this step.
       extra: JSON values of the caller, for instance the position in the training rows.
+      sums: the sum of the bits of each leaf in hexadecimal, see `_sums`; None if the state was not verified.
     """
 
     step: int
@@ -41,6 +42,7 @@ class Meta(NamedTuple):
     params: Json
     metrics: dict[str, float]
     extra: dict[str, Json]
+    sums: dict[LeafPath, str] | None = None
 
 
 def describe_state(
@@ -112,7 +114,9 @@ def read_meta(folder: Path) -> Meta:
 def to_json(meta: Meta) -> dict[str, Json]:
     """Return the record as JSON, with the package versions that write it."""
     leaves = {"/".join(path): {"dtype": leaf.dtype, "shape": list(leaf.shape)} for path, leaf in meta.leaves.items()}
-    return {"format": _RECORD_FORMAT, "versions": _versions()} | meta._asdict() | {"leaves": leaves}
+    record = {"format": _RECORD_FORMAT, "versions": _versions()} | meta._asdict() | {"leaves": leaves}
+    record["sums"] = None if meta.sums is None else {"/".join(path): text for path, text in meta.sums.items()}
+    return record
 
 
 def from_json(source: str, record: Json) -> Meta:
@@ -142,7 +146,13 @@ def from_json(source: str, record: Json) -> Meta:
                 raise TypeError(f"{name} is {record[name]!r:.80}")
         if not all(isinstance(value, int | float) for value in record["metrics"].values()):
             raise TypeError(f"metrics are {record['metrics']!r:.80}")
-        return Meta(**{name: record[name] for name in Meta._fields if name != "leaves"}, leaves=leaves)
+        sums = record.get("sums")  # records before 0.3 have none
+        if sums is not None:
+            sums = {tuple(path.split("/")): text for path, text in sums.items()}
+            if sums.keys() != leaves.keys() or not all(isinstance(text, str) for text in sums.values()):
+                raise ValueError(f"sums are {record['sums']!r:.80}")
+        fields = {name: record[name] for name in Meta._fields if name not in ("leaves", "sums")}
+        return Meta(**fields, leaves=leaves, sums=sums)
     except CheckpointError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:

@@ -97,6 +97,14 @@ def discard(directory: Path, step: int) -> None:
     shutil.rmtree(doomed)
 
 
+def set_aside(directory: Path, step: int) -> None:
+    """Rename the folder of a committed step, so that it does not count any more."""
+    aside = directory / f"{step}.damaged"
+    if aside.exists():
+        shutil.rmtree(aside)
+    step_folder(directory, step).rename(aside)
+
+
 def check_writable(directory: Path, step: int) -> None:
     """Make a folder and delete it, to find out early whether process 0 can write.
 

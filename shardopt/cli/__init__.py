@@ -1,4 +1,4 @@
-"""The command line: `shardopt train`, `launch`, `vault`, `plan`, `audit`, `schedule` and `verify`."""
+"""The command line: `shardopt train`, `tune`, `launch`, `vault`, `plan`, `audit`, `schedule` and `verify`."""
 
 import sys
 from collections.abc import Sequence

@@ -11,7 +11,7 @@ import tyro
 
 from shardopt.checkpoint._run_folder import committed
 from shardopt.cli._communication import with_meaning
-from shardopt.cli._options import Pipeline, TrainOptions
+from shardopt.cli._options import Options, Pipeline, RunOptions, TrainOptions, TuneOptions, errors_named
 from shardopt.cli._plan import AuditOptions, PlanOptions, ScheduleOptions, audit, plan, schedule
 from shardopt.cli._run_folder import CHECKPOINTS, read_options
 from shardopt.cli._verify import VerifyOptions, verify
@@ -93,7 +93,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except (ValueError, TypeError, OSError, FloatingPointError, ModuleNotFoundError) as error:
-        if isinstance(options, TrainOptions) and options.run.debug:
+        if isinstance(options, RunOptions) and options.run.debug:
             raise
         _print_error(error)
         end_at_once(2)
@@ -107,11 +107,11 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return words[:separator], words[separator + 1 :]
 
 
-def parse(words: Sequence[str], train_defaults: TrainOptions | None = None) -> Any:
-    """Return the options of the command in the words. `train_defaults` replaces the default options of train."""
+def parse(words: Sequence[str], defaults: RunOptions | None = None) -> Any:
+    """Return the options of the command in the words. `defaults` replaces the default options of their command."""
     app = tyro.extras.SubcommandApp()
     for options_type, (name, _) in _COMMANDS.items():
-        default = train_defaults if train_defaults is not None and options_type is TrainOptions else options_type()
+        default = defaults if options_type is type(defaults) else options_type()
         app.command(name=name)(_returns_options(options_type, default))
     style = (tyro.conf.HelptextFromCommentsOff,)
     return app.cli(prog="shardopt", description="Train models sharded over devices.", args=words, config=style)
@@ -129,25 +129,32 @@ def _returns_options(options_type: type, default: object) -> Callable[..., Any]:
 
 
 def _train(words: Sequence[str], options: TrainOptions) -> None:
-    if options.run.resume:
-        stored_options = read_options(options.run.run_dir)
-        saved_run = dataclasses.replace(stored_options.run, run_dir=options.run.run_dir, memory_every=None, debug=False)
-        saved_options = dataclasses.replace(stored_options, run=saved_run)
-        options = _parse_train(words, saved_defaults(saved_options, current=_parse_train(words, saved_options)))
     from shardopt.cli._train import train  # imported late, so that --help is fast
 
-    train(options)
+    train(_resumed(words, options))
 
 
-def _parse_train(words: Sequence[str], defaults: TrainOptions | None = None) -> TrainOptions:
-    options = parse(words, defaults)
-    assert isinstance(options, TrainOptions)
-    return options
+def _tune(words: Sequence[str], options: TuneOptions) -> None:
+    from shardopt.cli._tune import tune  # imported late, so that --help is fast
+
+    with errors_named("tune"):
+        tune(_resumed(words, options))
 
 
-def saved_defaults(saved: TrainOptions, current: TrainOptions) -> TrainOptions:
+def _resumed(words: Sequence[str], options: Options) -> Options:
+    """Return the options of a run; a run that is resumed has the saved options where the words have none."""
+    if not options.run.resume:
+        return options
+    stored_options = read_options(options.run.run_dir, type(options))
+    saved_run = dataclasses.replace(stored_options.run, run_dir=options.run.run_dir, memory_every=None, debug=False)
+    saved_options = dataclasses.replace(stored_options, run=saved_run)
+    return parse(words, saved_defaults(saved_options, current=parse(words, saved_options)))
+
+
+def saved_defaults(saved: Options, current: Options) -> Options:
     """Return the saved options, without options that have no meaning under the current strategy or schedule."""
-    saved = dataclasses.replace(saved, communication=with_meaning(saved.communication, current))
+    if isinstance(saved, TrainOptions) and isinstance(current, TrainOptions):
+        saved = dataclasses.replace(saved, communication=with_meaning(saved.communication, current))
     if not current.is_hybrid:
         return dataclasses.replace(saved, pipeline=Pipeline())
     if current.pipeline.schedule != saved.pipeline.schedule:
@@ -160,8 +167,8 @@ def launch(options: LaunchOptions, command: Sequence[str]) -> int:
     if not command:
         example = "shardopt launch --processes 4 -- train --steps 100"
         raise ValueError(format_error("launch", "there is no command to launch.", fix=f"say it after --: {example}"))
-    train_options = _parse_train(command) if command[0] == "train" else None
-    folder = train_options.run.run_dir if train_options else None
+    run_options: RunOptions | None = parse(command) if command[0] in ("train", "tune") else None
+    folder = run_options.run.run_dir if run_options else None
     counts = parse_processes(options.processes, options.min_processes)
     return run_processes(
         lambda attempt: child_command(command, folder, attempt),
@@ -172,7 +179,7 @@ def launch(options: LaunchOptions, command: Sequence[str]) -> int:
         discovery_script=options.discovery_script,
         hang_timeout=options.hang_timeout,
         spares=options.spares,
-        can_share=lambda count: count in counts and (train_options is None or train_options.where.devices % count == 0),
+        can_share=lambda count: count in counts and (run_options is None or run_options.where.devices % count == 0),
     )
 
 
@@ -188,6 +195,7 @@ def keep(options: VaultOptions) -> None:
 
 _COMMANDS: dict[type, tuple[str, Callable[[Any, Sequence[str], Sequence[str]], int | None]]] = {
     TrainOptions: ("train", lambda options, words, _: _train(words, options)),
+    TuneOptions: ("tune", lambda options, words, _: _tune(words, options)),
     LaunchOptions: ("launch", lambda options, _, command: launch(options, command)),
     VaultOptions: ("vault", lambda options, *_: keep(options)),
     PlanOptions: ("plan", lambda options, *_: plan(options)),
@@ -223,7 +231,7 @@ def parse_processes(text: str, min_processes: int | None = None) -> Sequence[int
 
 
 def child_command(words: Sequence[str], run_dir: Path | None, attempt: int) -> list[str]:
-    """Return the command of one process; a restart of train gets --resume if there is a checkpoint."""
+    """Return the command of one process; a restart of train or tune gets --resume if there is a checkpoint."""
     if words[0].endswith(".py"):
         return [sys.executable, *words]
     if words[0] == "verify":

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 
 import shardopt as so
 from shardopt.cli._communication import Traffic, describe, size, traffic_text
-from shardopt.cli._options import TrainOptions
-from shardopt.cli._run_folder import CHECKPOINTS, CONFIG, CURVE, METRICS, SCHEDULE
+from shardopt.cli._options import RunOptions, TrainOptions, TuneOptions
+from shardopt.cli._run_folder import CHECKPOINTS, CONFIG, CURVE, METRICS, NORMS, SCHEDULE
 from shardopt.core._errors import plural
 from shardopt.data import Windows
 from shardopt.pipeline import Schedule
@@ -47,23 +47,36 @@ def show_run(
     held_out: Windows,
 ) -> None:
     """Show the options of the run before it starts."""
+    text = "Python's standard library" if options.training.data is None else str(options.training.data)
+    rows = [
+        ("model", model_size),
+        ("text", f"{size(windows.end)} of {text}, {size(held_out.end - held_out.begin)} held out"),
+    ]
+    show_options(screen, options, opt, rows, "bytes", options.training.learning_rate)
+
+
+def show_options(
+    screen: "Console",
+    options: RunOptions,
+    opt: so.ShardedOptimizer,
+    first_rows: Sequence[tuple[str, str]],
+    unit: str,
+    learning_rate: float,
+) -> None:
+    """Show a table of options: the rows of the command, then step, optimizer, devices, mesh and schedule."""
     from rich.table import Table
 
-    training, model, config = options.training, options.model, opt.config
-    text = "Python's standard library" if training.data is None else str(training.data)
+    training, config = options.training, opt.config
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
-    table.add_row(
-        "model",
-        model_size,
-    )
-    table.add_row("text", f"{size(windows.end)} of {text}, {size(held_out.end - held_out.begin)} held out")
+    for label, line in first_rows:
+        table.add_row(label, line)
     table.add_row(
         "step",
-        f"{training.batch_size} x {model.length} bytes"
+        f"{training.batch_size} x {options.model.length} {unit}"
         + (f" in {config.loss.micro_batches} micro-batches" if config.loss.micro_batches > 1 else ""),
     )
-    table.add_row("optimizer", f"{training.optimizer}, learning rate up to {training.learning_rate:g}")
+    table.add_row("optimizer", f"{training.optimizer}, learning rate up to {learning_rate:g}")
     table.add_row("devices", describe_devices(opt.mesh.devices.size))
     table.add_row("mesh", _mesh_text(opt.config.mesh_shape))
     for label, line in [*schedule_lines(options, config.schedule), *describe(options.communication)]:
@@ -80,7 +93,7 @@ def describe_devices(count: int) -> str:
     return f"{count} {device.device_kind}, which are there; --devices counts simulated ones only"
 
 
-def schedule_lines(options: TrainOptions, schedule: Schedule | None) -> list[tuple[str, str]]:
+def schedule_lines(options: RunOptions, schedule: Schedule | None) -> list[tuple[str, str]]:
     """Return (label, line) pairs that describe the schedule of a hybrid run."""
     if not options.is_hybrid:
         return []
@@ -98,7 +111,7 @@ def schedule_lines(options: TrainOptions, schedule: Schedule | None) -> list[tup
     ]
 
 
-def show_placement(screen: "Console", options: TrainOptions, opt: so.ShardedOptimizer) -> None:
+def show_placement(screen: "Console", options: RunOptions, opt: so.ShardedOptimizer) -> None:
     """Show how each leaf is sharded, and the bytes per device."""
     from rich import box
     from rich.table import Table
@@ -161,16 +174,17 @@ def show_order_changes(screen: "Console", changes: list[str]) -> None:
         screen.print(f"The batches come in a new order: {'; '.join(changes)}.\n", markup=False, soft_wrap=True)
 
 
-def show_stopped(screen: "Console", options: TrainOptions, result: so.training.FitResult) -> None:
+def show_stopped(screen: "Console", options: RunOptions, result: so.training.FitResult, steps: int) -> None:
     """Show that a signal ended the run, and the command that continues it."""
     say(screen, f"\n{result.goodput}")
-    screen.print(f"Stopped at step {result.step} of {options.training.steps}; everything is saved. Go on with")
+    screen.print(f"Stopped at step {result.step} of {steps}; everything is saved. Go on with")
     screen.print(f"  {resume_command(options)}", style="bold", soft_wrap=True, markup=False)
 
 
-def resume_command(options: TrainOptions) -> str:
+def resume_command(options: RunOptions) -> str:
     """Return the command that continues this run."""
-    return f"shardopt train --resume --run-dir {shlex.quote(str(options.run.run_dir))}"
+    command = "tune" if isinstance(options, TuneOptions) else "train"
+    return f"shardopt {command} --resume --run-dir {shlex.quote(str(options.run.run_dir))}"
 
 
 def say(screen: "Console", line: str) -> None:
@@ -206,7 +220,8 @@ def show_result(
     screen.print(Text.assemble("  ", (indented(prompt), "dim"), indented(text)), soft_wrap=True)
     say(screen, f"\n{result.goodput}")
     folder = options.run.run_dir
-    files = [CHECKPOINTS, METRICS, CONFIG, CURVE] + ([SCHEDULE] if (folder / SCHEDULE).is_file() else [])
+    drawn = [name for name in (SCHEDULE, NORMS) if (folder / name).is_file()]
+    files = [CHECKPOINTS, METRICS, CONFIG, CURVE, *drawn]
     screen.print(f"\nin {folder}: {', '.join(files)}", markup=False, soft_wrap=True)
 
 
@@ -226,7 +241,7 @@ def _cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def _strategy_text(options: TrainOptions) -> str:
+def _strategy_text(options: RunOptions) -> str:
     return f"hybrid, {options.placement} over data" if options.is_hybrid else options.where.strategy
 
 
@@ -240,7 +255,7 @@ def _mesh_text(sizes: dict[str, int]) -> "Text":
 _BLUE, _ORANGE, _GREY = "#3b6ea8", "#d1495b", "#6b7280"
 
 
-def draw_curve(metrics: Sequence[dict[str, float]], path: Path) -> None:
+def draw_curve(metrics: Sequence[dict[str, float]], path: Path, unit: str = "byte") -> None:
     """Draw training and validation loss over the steps as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -258,7 +273,7 @@ def draw_curve(metrics: Sequence[dict[str, float]], path: Path) -> None:
             steps, losses = zip(*points, strict=True)
             axes.plot(steps, losses, label=f"{label}, {losses[-1]:.3f} at the end", **style)
     axes.set_xlabel("step", color=_GREY)
-    axes.set_ylabel("loss (nats a byte)", color=_GREY)
+    axes.set_ylabel(f"loss (nats a {unit})", color=_GREY)
     axes.set_xlim(left=0)
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
     axes.tick_params(colors=_GREY, length=0)

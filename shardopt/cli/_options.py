@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 import optax
 import tyro
@@ -162,6 +162,9 @@ default 1."""
 class Model:
     """The model, a decoder-only transformer over bytes."""
 
+    FIXED: ClassVar = ("model", "dim", "layers", "heads", "experts", "top_k", "balance")
+    """The options that determine the shapes of the parameters."""
+
     model: Literal["gpt", "moe"] = "gpt"
     """One mlp in each block (gpt), or a mixture of experts (moe). The mesh axis expert shards the experts."""
 
@@ -221,7 +224,7 @@ class Run:
     """Folder, checkpoints and logs of the run."""
 
     run_dir: Path = Path("runs/default")
-    """Folder for checkpoints, metrics.jsonl, config.json, loss.png and, with a pipeline, schedule.png."""
+    """Folder for checkpoints, metrics.jsonl, config.json, loss.png, with a pipeline schedule.png, and norms.png."""
 
     resume: bool = False
     """Continue the run in the folder. Options that are not set here keep their saved values; mesh, strategy, \
@@ -236,6 +239,10 @@ devices and steps may change."""
     evaluate_every: int = 50
     """Steps between validations."""
 
+    metrics_every: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Steps between norms of gradients, updates and parameters, of each layer; norms.png shows them as heat maps. \
+By default none."""
+
     tensorboard: bool = False
     """Write TensorBoard events too."""
 
@@ -243,8 +250,25 @@ devices and steps may change."""
     """Show the traceback of an error."""
 
 
+class Layout:
+    """What the options of a command say about placement."""
+
+    where: Devices
+    pipeline: Pipeline
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether the strategy is hybrid."""
+        return self.where.strategy == "hybrid"
+
+    @property
+    def placement(self) -> str:
+        """The placement: the strategy itself, or the placement of hybrid."""
+        return self.pipeline.placement or "fsdp" if self.is_hybrid else self.where.strategy
+
+
 @dataclasses.dataclass(frozen=True)
-class TrainOptions:
+class TrainOptions(Layout):
     """Train a language model on bytes, sharded over devices.
 
     On a machine without an accelerator the devices are simulated: the same program with the same collectives, on
@@ -258,18 +282,101 @@ class TrainOptions:
     training: tyro.conf.OmitArgPrefixes[Training] = dataclasses.field(default_factory=Training)
     run: tyro.conf.OmitArgPrefixes[Run] = dataclasses.field(default_factory=Run)
 
-    @property
-    def is_hybrid(self) -> bool:
-        """Whether the strategy is hybrid."""
-        return self.where.strategy == "hybrid"
+
+@dataclasses.dataclass(frozen=True)
+class TunedModel:
+    """The model, its chat template and its adapters."""
+
+    FIXED: ClassVar = ("model", "lora_rank", "lora_alpha", "lora_targets", "base")
+    """The options that determine what is trained."""
+
+    model: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """A folder of Hugging Face with config.json, safetensors and tokenizer.json. No code of it runs."""
+
+    chat_template: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """A jinja file with a chat template in place of the folder's own."""
+
+    length: int = 2048
+    """Tokens of a row. Conversations are packed into rows; a longer conversation is left out, and counted."""
+
+    lora_rank: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Train adapters of this rank on frozen weights (LoRA). By default all weights are trained."""
+
+    lora_alpha: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
+    """The factor of an adapter is alpha / rank. By default alpha is twice the rank."""
+
+    lora_dropout: float = 0.0
+    """The share of an adapter's inputs that is dropped in training."""
+
+    lora_targets: Annotated[str | None, tyro.conf.arg(metavar="REGEX")] = None
+    """Weights that get adapters, such as 'attention/(q|v)$'. By default all weights of blocks that peft has a form for."""
+
+    base: Literal["float", "int8", "nf4"] = "float"
+    """How weights with adapters are stored: as they are, or in 8 or 4 bits."""
+
+    dtype: Annotated[DtypeName | None, tyro.conf.arg(metavar=choices(DtypeName))] = None
+    """The dtype of products. By default the dtype of the folder, with bfloat16 for float16. Trained weights are float32."""
+
+    recompute_blocks: bool = True
+    """Keep only the inputs of blocks for the backward pass: less memory, a third more work."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """Conversations, epochs, batches and optimizer."""
+
+    data: Annotated[Path | None, tyro.conf.arg(metavar="JSONL")] = None
+    """One conversation a line: {"messages": [{"role": ..., "content": ...}]} or {"prompt": ..., "completion": ...}."""
+
+    epochs: float = 3.0
+    """How often each conversation is trained on."""
+
+    steps: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Total steps, including the steps before a resume. By default --epochs decides."""
+
+    batch_size: int = 16
+    """Rows in a step, over all devices."""
+
+    validation: float = 0.05
+    """Share of conversations that are held out and evaluated."""
+
+    optimizer: str = "adamw"
+    """Any optax optimizer with a learning rate, optionally with arguments: lion, 'adamw(b2=0.99)'."""
+
+    learning_rate: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
+    """Peak of the learning rate. It rises linearly over a tenth of the steps, then falls as a cosine. By default 1e-5, or 2e-4 with adapters."""
+
+    clip: float = 1.0
+    """Largest global norm of the gradient; 0 for no clipping."""
+
+    seed: int = 0
+    """Seed of the adapters, of dropout, of what is held out and of the order of conversations."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TuneOptions(Layout):
+    """Fine-tune an open model on conversations, sharded over devices; write a folder for transformers or peft.
+
+    The loss is on the tokens of the assistant. Options of devices, mesh, strategy and run are those of train.
+    """
+
+    where: tyro.conf.OmitArgPrefixes[Devices] = dataclasses.field(default_factory=Devices)
+    pipeline: tyro.conf.OmitArgPrefixes[Pipeline] = dataclasses.field(default_factory=Pipeline)
+    model: tyro.conf.OmitArgPrefixes[TunedModel] = dataclasses.field(default_factory=TunedModel)
+    training: tyro.conf.OmitArgPrefixes[Tuning] = dataclasses.field(default_factory=Tuning)
+    run: tyro.conf.OmitArgPrefixes[Run] = dataclasses.field(default_factory=lambda: Run(run_dir=Path("runs/tune")))
 
     @property
-    def placement(self) -> str:
-        """The placement: the strategy itself, or the placement of hybrid."""
-        return self.pipeline.placement or "fsdp" if self.is_hybrid else self.where.strategy
+    def communication(self) -> Communication:
+        """Gradients are averaged in every step, in full."""
+        return Communication()
 
 
-def to_json(options: TrainOptions) -> dict[str, dict[str, object]]:
+RunOptions = TrainOptions | TuneOptions
+Options = TypeVar("Options", TrainOptions, TuneOptions)
+
+
+def to_json(options: RunOptions) -> dict[str, dict[str, object]]:
     """Return the options as nested dicts of JSON values."""
     return {
         group: {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
@@ -277,18 +384,18 @@ def to_json(options: TrainOptions) -> dict[str, dict[str, object]]:
     }
 
 
-def from_json(saved: dict[str, Any]) -> TrainOptions:
+def from_json(saved: dict[str, Any], options_type: type[Options] = TrainOptions) -> Options:
     """Return the options that `to_json` saved; an option that is missing gets its default."""
     groups = {}
-    for group in dataclasses.fields(TrainOptions):
+    for group in dataclasses.fields(options_type):
         defaults = group.default_factory()  # type: ignore[misc]
         saved_values = {
-            field.name: Path(value) if field.name in ("data", "run_dir") and value is not None else value
+            field.name: Path(value) if value is not None and "pathlib" in str(field.type) else value
             for field in dataclasses.fields(defaults)
             if (value := saved.get(group.name, {}).get(field.name, dataclasses.MISSING)) is not dataclasses.MISSING
         }
         groups[group.name] = dataclasses.replace(defaults, **saved_values)
-    return TrainOptions(**groups)
+    return options_type(**groups)
 
 
 _NEEDS_MORE = frozenset({"contrib.sophia"})
@@ -411,4 +518,5 @@ def errors_named(command: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(str(error).replace("train: ", f"{command}: ", 1)) from None
+        error.args = (str(error).replace("train: ", f"{command}: ", 1),)
+        raise

@@ -10,6 +10,7 @@ import tyro
 from jax.sharding import Mesh
 
 import shardopt as so
+from shardopt.cli._failures import parse_failures
 from shardopt.cli._options import ScheduleName, choices, errors_named, find_optimizer
 from shardopt.cli._strategy import check_chunks, parse_mesh, schedule_builder
 from shardopt.core._arguments import check_count
@@ -51,6 +52,10 @@ class PlanOptions:
     optimizer: str = "adamw"
     """Any optax optimizer with a learning rate, for the bytes of its state."""
 
+    failures: Annotated[str | None, tyro.conf.arg(metavar="NAME=NUMBER,...")] = None
+    """How often chips fail and what a failure costs, such as mtbf=5y,restart=300,save=5: the fields of
+    so.planning.Failures. Lists when to save, spares, and goodput."""
+
     top: int = 10
     """How many layouts to list."""
 
@@ -69,6 +74,7 @@ def plan(options: PlanOptions) -> None:
     if options.length is not None:
         check_count("--length", options.length)
         shape = dataclasses.replace(shape, length=options.length)
+    failures = None if options.failures is None else parse_failures(options.failures)
     with errors_named("plan"):
         factory, arguments = find_optimizer(options.optimizer)
         tx = factory(1e-3, **arguments)
@@ -79,6 +85,7 @@ def plan(options: PlanOptions) -> None:
         slices=options.slices,
         batch_size=2 * options.chips if options.batch_size is None else options.batch_size,
         tx=tx,
+        failures=failures,
     )
     if options.png is not None:
         from shardopt.planning._plots import plot_plans
@@ -131,6 +138,11 @@ def as_json(plans: Plans, top: int) -> str:
         "fitting": len(plans.ranked),
         "ranked": [entry.to_json() for entry in plans.ranked[:top]],
         "dropped": dropped[:top],
+        "recoveries": [
+            entry.recovery.to_json()
+            | {"layout": str(entry.prediction.layout), "tokens_per_second": entry.tokens_per_second}
+            for entry in plans.recoveries
+        ],
     }
     return json.dumps(report, indent=2)
 

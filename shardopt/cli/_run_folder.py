@@ -15,7 +15,7 @@ from shardopt.checkpoint._record import Meta, read_meta
 from shardopt.checkpoint._run_folder import committed, step_folder
 from shardopt.checkpoint._store import Leaf, describe, dtype_of
 from shardopt.checkpoint._tree import Json, LeafPath, leaves_by_path, nest, unescape
-from shardopt.cli._options import TrainOptions, from_json, to_json
+from shardopt.cli._options import Options, RunOptions, TrainOptions, TuneOptions, from_json, to_json
 from shardopt.config._compression import CompressedOptState
 from shardopt.core._errors import calling, format_error, plural
 from shardopt.core._types import PyTree, TrainState, merge_replicas
@@ -23,13 +23,10 @@ from shardopt.local_updates._state import PerReplica, Replicas
 from shardopt.runtime._files import write_atomic
 
 CONFIG, CHECKPOINTS, METRICS = "config.json", "checkpoints", "metrics.jsonl"
-CURVE, SCHEDULE = "loss.png", "schedule.png"
-
-_FIXED = ("model", "dim", "layers", "heads", "experts", "top_k", "balance")
-"""The options of the model that determine the shapes of its parameters."""
+CURVE, SCHEDULE, NORMS = "loss.png", "schedule.png", "norms.png"
 
 
-def check_run_folder(options: TrainOptions) -> None:
+def check_run_folder(options: RunOptions) -> None:
     """Refuse a folder that already holds a run, unless it is resumed; refuse to resume a run with another model."""
     folder = options.run.run_dir
     if not options.run.resume:
@@ -38,10 +35,10 @@ def check_run_folder(options: TrainOptions) -> None:
             fix = f"go on with --resume, choose another --run-dir, or delete {str(folder)!r}."
             raise ValueError(format_error("train", problem, fix=fix))
         return
-    saved_model, current_model = read_options(folder).model, options.model
+    saved_model, current_model = read_options(folder, type(options)).model, options.model
     changes = [
         f"--{name.replace('_', '-')} was {getattr(saved_model, name)}, is now {getattr(current_model, name)}"
-        for name in _FIXED
+        for name in current_model.FIXED
         if getattr(saved_model, name) != getattr(current_model, name)
     ]
     if changes:
@@ -49,15 +46,15 @@ def check_run_folder(options: TrainOptions) -> None:
         raise ValueError(format_error("train", problem, changes, "leave these out, or choose another --run-dir."))
 
 
-def read_options(folder: Path) -> TrainOptions:
+def read_options(folder: Path, options_type: type[Options] = TrainOptions) -> Options:
     """Return the options of the run in a folder."""
-    return from_json(_read_config(folder))
+    return from_json(_read_config(folder, options_type), options_type)
 
 
-def order_changes(options: TrainOptions, text_bytes: int) -> list[str]:
+def order_changes(options: RunOptions, text_bytes: int) -> list[str]:
     """Return, for a resumed run, the changes that give its batches another order than before."""
-    config = _read_config(options.run.run_dir)
-    saved_options = from_json(config)
+    config = _read_config(options.run.run_dir, type(options))
+    saved_options = from_json(config, type(options))
     pairs = {
         "--length": (saved_options.model.length, options.model.length),
         "--batch-size": (saved_options.training.batch_size, options.training.batch_size),
@@ -68,14 +65,14 @@ def order_changes(options: TrainOptions, text_bytes: int) -> list[str]:
     return [f"{name} was {old}, is now {new}" for name, (old, new) in pairs.items() if old != new]
 
 
-def write_options(options: TrainOptions, text_bytes: int) -> None:
+def write_options(options: RunOptions, text_bytes: int) -> None:
     """Write the options of a run and the size of its text into its folder; make the folder if needed."""
     options.run.run_dir.mkdir(parents=True, exist_ok=True)
     saved = to_json(options) | {"text_bytes": text_bytes}
     write_atomic(options.run.run_dir / CONFIG, json.dumps(saved, indent=2) + "\n")
 
 
-def keep_options(options: TrainOptions, text_bytes: int) -> None:
+def keep_options(options: RunOptions, text_bytes: int) -> None:
     """Write the options again if somebody deleted the folder: without them the run could not be resumed."""
     if not (options.run.run_dir / CONFIG).exists():
         write_options(options, text_bytes)
@@ -87,18 +84,30 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
-def _read_config(folder: Path) -> dict[str, Json]:
+def loggers(options: RunOptions, text_bytes: int) -> list[Callable[..., object]]:
+    """Return the functions that log the metrics of a run."""
+    run = options.run
+    log: list[Callable[..., object]] = [so.training.jsonl(run.run_dir / METRICS)]
+    if run.tensorboard:
+        log.append(so.training.tensorboard(run.run_dir / "tensorboard"))
+    return [*log, lambda *_: keep_options(options, text_bytes)]
+
+
+def _read_config(folder: Path, options_type: type[RunOptions]) -> dict[str, Json]:
     path = folder / CONFIG
     if not path.is_file():
         fix = "leave out --resume to start one, or name its folder with --run-dir."
         raise ValueError(format_error("train", f"there is no run in {str(folder)!r} to go on with.", fix=fix))
     try:
         config = json.loads(path.read_text())
-        from_json(config)
+        from_json(config, options_type)
     except (ValueError, AttributeError, TypeError) as error:
         problem = f"{str(path)!r} is damaged: {error}."
         fix = "bring it back, or start again in another --run-dir."
         raise ValueError(format_error("train", problem, fix=fix)) from error
+    if ("epochs" in config.get("training", {})) != (options_type is TuneOptions):
+        problem = f"the run in {str(folder)!r} is one of another command."
+        raise ValueError(format_error("train", problem, fix="go on with that command, or choose another --run-dir."))
     return config
 
 

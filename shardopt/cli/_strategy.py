@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import optax
@@ -12,7 +13,7 @@ from jax.sharding import Mesh
 import shardopt as so
 from shardopt.cli._communication import check_communication, combined, make_reducer
 from shardopt.cli._models import check_model, strategy_arguments
-from shardopt.cli._options import Pipeline, TrainOptions
+from shardopt.cli._options import Pipeline, RunOptions, TrainOptions
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, error_text, format_error, plural
 from shardopt.mesh import data_axes
@@ -82,17 +83,24 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 @calling("train")
 def check_strategy(options: TrainOptions) -> None:
-    """Refuse options that cannot be combined, as far as this is known without devices."""
+    """Refuse options of train that cannot be combined, as far as this is known without devices."""
+    model = options.model
+    check_layout(options, {"--layers": model.layers, "--experts": model.experts, "--top-k": model.top_k})
+    check_model(model)
+    check_communication(options)
+
+
+@calling("train")
+def check_layout(options: RunOptions, counts: Mapping[str, int | None]) -> None:
+    """Refuse options of devices and pipeline that cannot be combined, and counts of the command that are below 1."""
     device_options, pipeline = options.where, options.pipeline
-    counts = {
+    all_counts = {
         "--batch-size": options.training.batch_size,
         "--micro-batches": device_options.micro_batches,
         "--chunks": pipeline.chunks,
-        "--layers": options.model.layers,
-        "--experts": options.model.experts,
-        "--top-k": options.model.top_k,
+        **counts,
     }
-    for flag, number in counts.items():
+    for flag, number in all_counts.items():
         if number is not None:
             check_count(flag, number)
     if not options.is_hybrid and (hybrid_flags := _changed_flags(pipeline)):
@@ -102,8 +110,6 @@ def check_strategy(options: TrainOptions) -> None:
         raise ValueError(
             format_error("train", problem, hybrid_flags, "leave out what is listed, or choose --strategy hybrid.")
         )
-    check_model(options.model)
-    check_communication(options)
     _check_gather_dtype(options)
     if not options.pipeline.regather and options.placement not in _GATHERING_PLACEMENTS:
         problem = f"--no-regather is for placements that gather weights; --placement {options.placement} does not."
@@ -111,7 +117,7 @@ def check_strategy(options: TrainOptions) -> None:
     check_chunks("--schedule", _schedule_name(pipeline), pipeline.chunks)
 
 
-def _check_gather_dtype(options: TrainOptions) -> None:
+def _check_gather_dtype(options: RunOptions) -> None:
     if options.where.gather_dtype is None or options.where.strategy == "fsdp":
         return
     if not options.is_hybrid:
@@ -164,6 +170,9 @@ def fitted(options: TrainOptions, mesh: Mesh) -> TrainOptions:
     if communication.sync_every is not None and mesh.shape.get("replica", 1) < 2:
         problem = f"--sync-every {communication.sync_every} is for several replicas, and there is one."
         raise ValueError(format_error("train", problem, fix="add --replicas 2, or leave --sync-every out."))
+    if communication.sync_every is not None and options.run.metrics_every is not None:
+        problem = "--metrics-every takes norms of one gradient, and with --sync-every the replicas train apart."
+        raise ValueError(format_error("train", problem, fix="leave --metrics-every out."))
     if stages > 1 and not options.is_hybrid:
         problem = f"pipeline={stages} is for --strategy hybrid; {device_options.strategy} was asked for."
         raise ValueError(format_error("train", problem, fix="choose --strategy hybrid, or a --mesh without pipeline."))
@@ -188,16 +197,29 @@ def make_strategy(
 
 
 def make_base(
-    options: TrainOptions,
+    options: RunOptions,
     tx: optax.GradientTransformation,
     mesh: Mesh,
     model: so.BlockModel,
     *,
     reducer: so.reducers.Reducer | None = None,
+    leaf_arguments: Mapping[str, Any] | None = None,
 ) -> so.ShardedOptimizer:
-    """Return the strategy for the options, without local updates."""
+    """Return the strategy for the options, without local updates.
+
+    Args:
+      options: options that were checked.
+      tx: the optimizer.
+      mesh: the mesh.
+      model: the model.
+      reducer: the reducer of gradients, or None.
+      leaf_arguments: the arguments of a strategy that describe the leaves of the model; by default those of train's models.
+    """
     device_options, pipeline = options.where, options.pipeline
-    arguments = {"micro_batches": num_micro_batches(options, mesh), **strategy_arguments(options.model)}
+    if leaf_arguments is None:
+        assert isinstance(options, TrainOptions)
+        leaf_arguments = strategy_arguments(options.model)
+    arguments = {"micro_batches": num_micro_batches(options, mesh), **leaf_arguments}
     if options.is_hybrid:
         return so.hybrid(
             tx,
@@ -218,7 +240,7 @@ def make_base(
     return so.zero(tx, mesh, model, stage=int(device_options.strategy.removeprefix("zero")), **arguments)
 
 
-def num_micro_batches(options: TrainOptions, mesh: Mesh) -> int:
+def num_micro_batches(options: RunOptions, mesh: Mesh) -> int:
     """Return the number of micro-batches.
 
     It is the number in the options. By default it is 1, or with a pipeline twice the number of stages, or the number

@@ -1,6 +1,6 @@
 """`shardopt train`: train a language model with one command."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,10 +19,11 @@ from shardopt.cli._run_folder import (
     CHECKPOINTS,
     CURVE,
     METRICS,
+    NORMS,
     SCHEDULE,
     ConvertingCheckpoints,
     check_run_folder,
-    keep_options,
+    loggers,
     order_changes,
     read_metrics,
     write_options,
@@ -74,14 +75,6 @@ class _Setup(NamedTuple):
             return batches, held_out
         # context splits positions, so inputs and targets need equal lengths
         return batches.map(data.next_token), [data.next_token(batch) for batch in held_out]
-
-    def log(self) -> list[Callable[..., object]]:
-        """Return the functions that log metrics."""
-        run = self.options.run
-        log = [so.training.jsonl(run.run_dir / METRICS)]
-        if run.tensorboard:
-            log.append(so.training.tensorboard(run.run_dir / "tensorboard"))
-        return [*log, lambda *_: keep_options(self.options, self.num_bytes)]
 
     def checkpoints(self) -> ConvertingCheckpoints:
         """Become the writer of the run's folder."""
@@ -135,16 +128,20 @@ def train(options: TrainOptions) -> None:
             num_steps=training.steps,
             evaluate=so.training.evaluation(opt, held_out_batches),
             evaluate_every=run.evaluate_every,
+            metrics_every=run.metrics_every,
             checkpoints=checkpoints,
-            log=setup.log(),
+            log=loggers(options, setup.num_bytes),
         )
     if result.stopped in ("sigterm", "interrupted"):
-        display.show_stopped(screen, options, result)
+        display.show_stopped(screen, options, result, training.steps)
         return
     prompt = setup.held_out[0]["tokens"][: max(1, options.model.length // 2)]
     text = continue_text(result.state.params, model, prompt, num_bytes=_SAMPLE_BYTES, seed=training.seed)
     if jax.process_index() == 0:
-        display.draw_curve(read_metrics(run.run_dir), run.run_dir / CURVE)
+        metrics = read_metrics(run.run_dir)
+        display.draw_curve(metrics, run.run_dir / CURVE)
+        if any(name.startswith("gradient_norm/") for line in metrics for name in line):
+            so.training.plot_norms(metrics, path=run.run_dir / NORMS)
     traffic = setup.traffic(opt, result, held_out_batches[0])
     display.show_result(screen, options, result, data.decode(prompt), text, traffic)
 

@@ -17,6 +17,7 @@ from shardopt.collectives._buckets import (
     shards_of,
 )
 from shardopt.collectives._per_device import shard_by_shard
+from shardopt.core._checksum import checksum_of, to_limbs
 from shardopt.core._types import replaced
 from shardopt.mesh import device_kind, device_kind_or_default
 
@@ -61,6 +62,7 @@ def all_gather(
     *,
     bucket_bytes: int = SMALL_BUCKET_BYTES,
     cast_in_place: bool = False,
+    probe: jax.Array | None = None,
 ) -> list[jax.Array]:
     """All-gather local shards along mesh axes; the backward pass reduce-scatters their gradients.
 
@@ -71,6 +73,7 @@ def all_gather(
       bucket_bytes: the gathered bytes of leaves that may share a collective, if that is faster. Leaves of one bucket
         are gathered at the same time, and so are their gradients.
       cast_in_place: whether a TPU casts float32 to bfloat16 exactly here, and not earlier in the program.
+      probe: float32[8] without a meaning, whose gradient is the sum of the local gradients' bits, see `core._checksum`.
 
     Returns:
       The gathered leaves. The gradient of a sharded leaf is summed over its axes; the gradient of a replicated leaf
@@ -85,7 +88,8 @@ def all_gather(
             return x
         return _cast_in_place(x, wire.gather_dtype) if cast_in_place else x.astype(wire.gather_dtype)
 
-    def forward(xs):
+    def forward(xs, probe):
+        del probe
         move = functools.partial(all_gather_buckets, gather=_all_gather, bucket_bytes=bucket_bytes)
         return _apply_where_sharded(move, [cast(x, wire) for x, wire in zip(xs, wires, strict=True)], wires)
 
@@ -93,11 +97,12 @@ def all_gather(
     def backward(_, cotangents):
         local_grads = [cotangents[i].astype(stored_dtypes[i]) for i in differentiable]
         sums = reduce_scatter(local_grads, [wires[i] for i in differentiable], bucket_bytes=bucket_bytes)
-        return (replaced([None] * len(stored_dtypes), differentiable, sums),)  # None is a zero cotangent
+        limbs = None if probe is None else to_limbs(checksum_of(local_grads))
+        return replaced([None] * len(stored_dtypes), differentiable, sums), limbs  # None is a zero cotangent
 
     run = jax.custom_vjp(forward)
-    run.defvjp(lambda xs: (forward(xs), None), backward)
-    return run(list(leaves))
+    run.defvjp(lambda xs, probe: (forward(xs, probe), None), backward)
+    return run(list(leaves), probe)
 
 
 def reduce_scatter(

@@ -149,6 +149,7 @@ class StrategyConfig(NamedTuple):
       sync_gradients: whether gradients are averaged over replicas that have their own parameters, as in a warm-up.
       axis_names: the option `axes`.
       user_mesh: where state, batch and metrics live; None until checked.
+      sums: whether the gradients of a step come with the sums of each device's own gradient, see `step._verified`.
       report: `report(abstract_params=None)`, the placement of every leaf, by default for the last parameters.
     """
 
@@ -167,6 +168,7 @@ class StrategyConfig(NamedTuple):
     verify: bool = False
     axis_names: Axes | None = None
     user_mesh: UserMesh | None = None
+    sums: bool = False
     report: Callable[..., Report] = _no_report
 
     def replace(self, **fields: Any) -> "StrategyConfig":
@@ -198,6 +200,11 @@ class StrategyConfig(NamedTuple):
         """Whether the loss may run on the whole batch: a pipeline, a reducer and `scatter_dtype` need each device's gradient."""
         is_possible = self.schedule is None and self.wire.reducer is None and self.wire.scatter_dtype is None
         return is_possible and self.loss.view != "per_device"
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the differentiated function gathers parameters: if they are sharded, or cast before the wire."""
+        return self.placement.params or self.wire.gather_dtype is not None
 
     @property
     def gathers_once(self) -> bool:

@@ -17,12 +17,14 @@ from shardopt.config._compression import (
 )
 from shardopt.config._config import StrategyConfig
 from shardopt.config._transformation import refuse_lookahead
+from shardopt.config._update_trace import trace_of_update
 from shardopt.core._block_model import BLOCKS, as_block_model
 from shardopt.core._errors import calling, format_error, plural
 from shardopt.core._types import PyTree, TrainState, TreeDef, leaves_with_paths
 from shardopt.partition import COLUMNS, LeafPlan, PlanOptions, owned_by_blocks, plan_leaves, shard_axes, state_specs
 from shardopt.pipeline import Schedule
 from shardopt.pipeline._cut import Counts, cut_blocks, is_even
+from shardopt.trace._matrix_work import MIN_ELEMENTS, leaves_of_matrix_work
 
 _Leaf = TypeVar("_Leaf")
 
@@ -87,13 +89,12 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
         )
         plans = plan_leaves(abstract_params, config.mesh, options)
     treedef, flat = jax.tree.structure(abstract_params), tuple(jax.tree.leaves(plans))
-    if config.layout.opt_state_layout == "matrices":
-        scattered = not config.placement.params
-        flat = tuple(owned_by_blocks(plan, config.mesh_shape, scattered=scattered) for plan in flat)
     _check_frozen(config, flat)
     trainable = _trainable(treedef, flat, abstract_params)
     opt_state = jax.eval_shape(config.update.tx.init, trainable)
     refuse_lookahead(config.strategy, opt_state)
+    if config.layout.opt_state_layout == "matrices":
+        flat = _owned_by_matrices(config, flat, trainable)
     trained_paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(trainable)]
     opt_specs = state_specs(
         opt_state,
@@ -120,6 +121,19 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
         compression=compression,
         tables=frozenset(plan.path for plan in flat if plan.path in tables and plan.dim == COLUMNS),
         counts=counts,
+    )
+
+
+def _owned_by_matrices(config: StrategyConfig, plans: tuple[LeafPlan, ...], trainable: PyTree) -> tuple[LeafPlan, ...]:
+    """Return the plans, with whole matrices of stacked leaves at owners where the optimizer multiplies or decomposes them."""
+    trace = trace_of_update(config.update.tx, trainable, jax.ShapeDtypeStruct((), jnp.float32))
+    trained = [i for i, plan in enumerate(plans) if plan.trainable]
+    has_work = leaves_of_matrix_work(trace, len(trained), max(MIN_ELEMENTS, config.layout.min_shard_elements))
+    owned = {i for i, works in zip(trained, has_work, strict=True) if works}
+    scattered = not config.placement.params
+    return tuple(
+        owned_by_blocks(plan, config.mesh_shape, scattered=scattered) if i in owned else plan
+        for i, plan in enumerate(plans)
     )
 
 

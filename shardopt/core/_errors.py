@@ -62,6 +62,29 @@ class NonFiniteLossError(FloatingPointError):
         self.step, self.position = step, position
 
 
+CORRUPTED = 117
+"""The exit code of a process whose device computed wrong: EUCLEAN of Linux."""
+
+
+class SilentCorruptionError(RuntimeError):
+    """A device computed, stored or received wrong bits.
+
+    Attributes:
+      step: the number of the step, counted from 0.
+      phase: where the bits first differ: in the state before the step, the gradient, its reduction, or the update.
+      devices: the ids of the devices that may be at fault: one if it is known, none if it is not.
+      processes: the processes of these devices.
+      exit_code: the exit code of this process: `CORRUPTED` if one of its devices may be at fault, else 1.
+    """
+
+    def __init__(
+        self, message: str, *, step: int, phase: str, devices: Sequence[int], processes: Sequence[int], exit_code: int
+    ):
+        super().__init__(message)
+        self.step, self.phase, self.devices, self.processes = step, phase, tuple(devices), tuple(processes)
+        self.exit_code = exit_code
+
+
 class NotSeparableError(ValueError):
     """A loss is not a (weighted) mean over rows, so the losses of the devices do not add up to the loss of the batch.
 

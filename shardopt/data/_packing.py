@@ -14,12 +14,10 @@ from shardopt.data._corpus import Batch, Corpus, Documents
 if TYPE_CHECKING:
     import grain
 
-_NO_TARGET = -1
-
 
 @calling("pack")
 def pack(
-    documents: "Corpus | Iterable[ArrayLike] | grain.MapDataset | grain.IterDataset",
+    documents: "Corpus | Iterable[ArrayLike | Mapping[str, ArrayLike]] | grain.MapDataset | grain.IterDataset",
     length: int,
     *,
     open_rows: int = 64,
@@ -30,7 +28,8 @@ def pack(
 
     - "tokens", int32: every token of every document is in one row once, in order; 0 on padding.
     - "targets", int32: the next token of the same document; 0 if there is none.
-    - "weights", float32: 1 where there is a target; 0 on the last token of a document and on padding.
+    - "weights", float32: 1 where there is a target; 0 on the last token of a document and on padding. If a document has
+      weights, the weight of the target.
     - "segment_ids", int32: 1, 2, ... for the documents of the row, in order; 0 on padding.
     - "positions", int32: 0, 1, ... within each segment; 0 on padding.
 
@@ -41,7 +40,8 @@ def pack(
     Args:
       documents: 1-D arrays of integers: a sequence of them; a `Corpus`, whose files are the documents; a grain dataset,
         to shuffle and repeat them (`grain.MapDataset.source(documents).shuffle(seed=0).repeat()`). Any other iterable
-        is read into memory at once.
+        is read into memory at once. A document can be a dict with "tokens" and "weights", one of each for every token,
+        as `tokenize_chats` returns: a token is a target with its weight.
       length: T, the number of positions in a row.
       open_rows: the number of rows that are filled at the same time. More rows leave less padding, and mix documents
         that are further apart.
@@ -54,7 +54,8 @@ def pack(
       ModuleNotFoundError: if grain is not installed.
       TypeError: if `length` or `open_rows` is not an integer. Later, while rows are read, if a document does not hold
         integers.
-      ValueError: if `length` or `open_rows` is below 1. Later, if a document is not 1-D or has a negative token.
+      ValueError: if `length` or `open_rows` is below 1. Later, if a document is not 1-D, has a negative token, or has
+        another number of weights than of tokens.
 
     Example:
       >>> row = next(iter(pack([[5, 6, 7], [8, 9]], 6)))
@@ -86,7 +87,7 @@ def pack(
     check_count("open_rows", open_rows, minimum=1)
 
     class Cut(experimental.FlatMapTransform):
-        def flat_map(self, element: ArrayLike) -> list[Batch]:
+        def flat_map(self, element: ArrayLike | Mapping[str, ArrayLike]) -> list[Batch]:
             return _cut_document(element, length)
 
     source = Documents(documents) if isinstance(documents, Corpus) else documents
@@ -100,17 +101,17 @@ def pack(
         dataset = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     return experimental.FirstFitPackIterDataset(
         experimental.FlatMapIterDataset(dataset, Cut()),
-        length_struct={"tokens": length, "targets": length},
-        padding_struct={"tokens": 0, "targets": _NO_TARGET},
-        meta_features=("targets",),
+        length_struct={"tokens": length, "targets": length, "weights": length},
+        padding_struct={"tokens": 0, "targets": 0, "weights": 0.0},
+        meta_features=("targets", "weights"),
         num_packing_bins=open_rows,
         shuffle_bins=False,
-    ).map(_add_weights)
+    ).map(_row)
 
 
-def _cut_document(document: ArrayLike, length: int) -> list[Batch]:
-    """Cut a document into pieces of at most `length` tokens, each with its targets."""
-    tokens = np.asarray(document)
+def _cut_document(document: ArrayLike | Mapping[str, ArrayLike], length: int) -> list[Batch]:
+    """Cut a document into pieces of at most `length` tokens, each with its targets and their weights."""
+    tokens = np.asarray(document["tokens"] if isinstance(document, Mapping) else document)
     if not tokens.size:
         return []
     if tokens.dtype.kind not in "iu":
@@ -118,19 +119,23 @@ def _cut_document(document: ArrayLike, length: int) -> list[Batch]:
     if tokens.ndim != 1 or tokens.min() < 0:
         received = f"shape {tokens.shape}" if tokens.ndim != 1 else f"token {tokens.min()}"
         raise ValueError(format_error("pack", f"a document must be 1-D, of token ids from 0 on; got {received}."))
+    weights = np.ones(len(tokens)) if not isinstance(document, Mapping) else np.asarray(document["weights"])
+    if weights.shape != tokens.shape:
+        problem = f"a document has tokens of shape {tokens.shape} and weights of shape {weights.shape}."
+        raise ValueError(format_error("pack", problem, fix="give one weight for each token."))
     tokens = tokens.astype(np.int32)
-    targets = np.append(tokens[1:], np.int32(_NO_TARGET))
-    starts = range(0, len(tokens), length)
-    return [{"tokens": tokens[i : i + length], "targets": targets[i : i + length]} for i in starts]
+    targets, weights = np.append(tokens[1:], np.int32(0)), np.append(weights[1:], 0).astype(np.float32)
+    return [
+        {"tokens": tokens[i : i + length], "targets": targets[i : i + length], "weights": weights[i : i + length]}
+        for i in range(0, len(tokens), length)
+    ]
 
 
-def _add_weights(packed: Batch) -> Batch:
-    targets = packed["targets"]
-    has_target = targets != _NO_TARGET
+def _row(packed: Batch) -> Batch:
     return {
         "tokens": packed["tokens"],
-        "targets": np.where(has_target, targets, 0),
-        "weights": has_target.astype(np.float32),
+        "targets": packed["targets"],
+        "weights": packed["weights"],
         "segment_ids": packed["tokens_segment_ids"],
         "positions": packed["tokens_positions"],
     }

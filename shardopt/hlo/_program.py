@@ -139,9 +139,7 @@ def read_program(
     """Compile and parse a program, and find its mesh. Arguments and errors are the same as in `audit`."""
     text, compiled = _compiled_text(program, args)
     module = parse(text)
-    replicas, partitions = (
-        header_count(module.header, attribute) for attribute in ("replica_count", "num_partitions")
-    )
+    replicas, partitions = (header_count(module.header, attribute) for attribute in ("replica_count", "num_partitions"))
     known_mesh = mesh if mesh is not None else _known_mesh(compiled, args)
     if known_mesh is None and replicas * partitions > 1 and any(collectives_of(module)):
         problem = (

@@ -216,7 +216,7 @@ class _VariantStep:
             raise ValueError(format_error(config.strategy, problem, fix="use an optimizer without value_fn."))
 
         def update_replica(params, opt_state, gradient_results):
-            return apply_update(config, layout, params, opt_state, gradient_results, value_fn)
+            return apply_update(config, layout, params, opt_state, gradient_results, value_fn)[:2]
 
         update_replicas = jax.vmap(update_replica, spmd_axis_name=REPLICA)
         return update_replicas(replicas.params.value, replicas.optimizer.value, results)

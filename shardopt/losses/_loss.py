@@ -29,29 +29,49 @@ from shardopt.trace._marks import GATHERED, value_name
 
 
 def loss_of_rows(
-    config: StrategyConfig, layout: Layout, params: PyTree, batch: PyTree, key: jax.Array | None
+    config: StrategyConfig,
+    layout: Layout,
+    params: PyTree,
+    batch: PyTree,
+    key: jax.Array | None,
+    probe: jax.Array | None = None,
 ) -> LossParts:
-    """Return the loss of these rows; parameters that are sharded, or cast before the wire, are gathered when they are needed."""
+    """Return the loss of these rows; parameters that are sharded, or cast before the wire, are gathered when they are needed.
+
+    The gradient of `probe` is the sum of the bits of the gathered parameters' local gradients, see `all_gather`.
+    """
     with explained(config, num_rows(config, batch)):
-        return _loss_of_rows(config, layout, params, batch, key)
+        return _loss_of_rows(config, layout, params, batch, key, probe)
 
 
 def _loss_of_rows(
-    config: StrategyConfig, layout: Layout, params: PyTree, batch: PyTree, key: jax.Array | None
+    config: StrategyConfig,
+    layout: Layout,
+    params: PyTree,
+    batch: PyTree,
+    key: jax.Array | None,
+    probe: jax.Array | None,
 ) -> LossParts:
     plans = layout.treedef.unflatten(layout.plans)
     rows, loss_fn = num_rows(config, batch), config.loss.loss_fn
     if config.loss.view == "per_device":
         loss_fn = with_rows(row_context(config), loss_fn)
     model = as_block_model(loss_fn)
-    gathers = config.placement.params or config.wire.gather_dtype is not None
     if model is not None:
         hooks = {}
-        if gathers:
+        if config.gathers:
             outer_plans = {name: value for name, value in plans.items() if name != BLOCKS}
             tables = layout.tables.intersection(model.tables)  # the model of evaluation may have no tables
-            hooks["gather_outer"] = lambda outer: all_gather_leaves(config, outer, outer_plans, tables=tables)
+            hooks["gather_outer"] = lambda outer: all_gather_leaves(
+                config, outer, outer_plans, tables=tables, probe=probe
+            )
             gather_one = lambda block: all_gather_leaves(config, block, plans[BLOCKS], of_block=True)  # noqa: E731
+            if probe is not None:  # one more leaf of each block, because a block sees its arguments alone
+                gather_one = lambda block: all_gather_leaves(  # noqa: E731
+                    config, block[0], plans[BLOCKS], of_block=True, probe=block[1]
+                )
+                num_blocks = jax.tree.leaves(params[BLOCKS])[0].shape[0]
+                params = {**params, BLOCKS: (params[BLOCKS], jnp.broadcast_to(probe, (num_blocks, *probe.shape)))}
             hooks["run_block"] = gathered_block(config.strategy, model, gather_one)
             if config.layout.expert_leaves and tables and config.loss.view == "per_device":
                 # The loss does not read the table. Other outer leaves are read by embed or by the loss, and gathered once.
@@ -59,12 +79,12 @@ def _loss_of_rows(
         if config.loss.view == "global":
             hooks["run_block"] = shard_activations(config, hooks.get("run_block", plain_block(model)), batch)
         return loss_parts(config.strategy, run_blocks(model, params, batch, key, **hooks), rows)
-    if not gathers:
+    if not config.gathers:
         return loss_parts(config.strategy, call(loss_fn, key, 0, params, batch), rows)
 
-    def gathered_loss(params, batch):
+    def gathered_loss(params, batch, probe):
         # without buckets, because a bucket would hold all leaves at the same time
-        gathered = all_gather_leaves(config, params, plans, bucket_bytes=0)
+        gathered = all_gather_leaves(config, params, plans, bucket_bytes=0, probe=probe)
         return loss_parts(config.strategy, call(loss_fn, key, 0, gathered, batch), rows)
 
     if config.loss.micro_batches > 1:
@@ -72,9 +92,9 @@ def _loss_of_rows(
         params, batch = _behind_barrier((params, batch))
         batch = jax.lax.stop_gradient(batch)  # the barrier gives it tangents, which callbacks refuse
     if jax.debug_nans.value:  # a checkpoint would hide the source of a NaN
-        return gathered_loss(params, batch)
+        return gathered_loss(params, batch, probe)
     # The backward pass gathers weights again, so that gathered weights of the forward pass need not be kept.
-    return jax.checkpoint(gathered_loss, policy=_save_all_but_gathers)(params, batch)
+    return jax.checkpoint(gathered_loss, policy=_save_all_but_gathers)(params, batch, probe)
 
 
 def all_gather_leaves(
@@ -85,10 +105,11 @@ def all_gather_leaves(
     of_block: bool = False,
     tables: Collection[str] = (),
     bucket_bytes: int = SMALL_BUCKET_BYTES,
+    probe: jax.Array | None = None,
 ) -> PyTree:
     """All-gather the leaves of a tree over data, each cast to `gather_dtype`; with `of_block` the leaves of one block.
 
-    Leaves named in `tables` stay sharded, as `ColumnTable`.
+    Leaves named in `tables` stay sharded, as `ColumnTable`. The gradient of `probe` is the sum of the local gradients' bits.
     """
     leaves, treedef = jax.tree.flatten(tree)
     leaf_plans: list[LeafPlan] = treedef.flatten_up_to(plans)
@@ -102,7 +123,7 @@ def all_gather_leaves(
     ]
     # Benchmarks of dense models (benchmarks/pod_compiles.py) were measured without it: only models with experts get it.
     cast_in_place = of_block and bool(config.layout.expert_leaves)
-    gathered = all_gather(leaves, wires, cast_in_place=cast_in_place, bucket_bytes=bucket_bytes)
+    gathered = all_gather(leaves, wires, cast_in_place=cast_in_place, bucket_bytes=bucket_bytes, probe=probe)
     return treedef.unflatten(
         [
             _column_table(leaf, plan, wire.scatter_dtype) if plan.path in tables else checkpoint_name(leaf, GATHERED)

@@ -35,6 +35,7 @@ class Gradients(NamedTuple):
       metrics: name -> value on the union batch; `Sum`, `Max` and `Min` keep their kinds.
       updates: key path -> new value of a frozen leaf.
       reducer: the new state of the reducer of the gradient, or None.
+      sums: the sum of the bits of each device's own gradient, before any reduction; None unless the config asks for it.
     """
 
     grads: PyTree
@@ -42,6 +43,7 @@ class Gradients(NamedTuple):
     metrics: dict[str, jax.Array | Metric]
     updates: dict[str, jax.Array]
     reducer: PyTree = None
+    sums: jax.Array | None = None
 
 
 class LossParts(NamedTuple):

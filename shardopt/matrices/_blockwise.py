@@ -12,8 +12,8 @@ import jax.extend.core as jex
 import numpy as np
 from jax.typing import ArrayLike
 
-from shardopt.matrices._matrix_tasks import is_opaque
 from shardopt.trace._jaxprs import called_jaxprs
+from shardopt.trace._matrix_work import is_opaque
 from shardopt.trace._parts import Atom, shape_of
 from shardopt.trace._primitives import DECOMPOSITIONS, ELEMENTWISE
 

@@ -14,9 +14,9 @@ import jax.extend.core as jex
 
 from shardopt.config._layout import Layout
 from shardopt.core._types import in_averages
-from shardopt.matrices._matrix_tasks import Groups, is_heavy, is_opaque
 from shardopt.matrices._owners import is_moved
 from shardopt.partition import LeafPlan
+from shardopt.trace._matrix_work import Groups, is_heavy, is_opaque
 from shardopt.trace._parts import MOST, Trace, bytes_of, inputs_of, shape_of, sink_side
 
 _PARAMETERS, _OWNERS = 0, 1

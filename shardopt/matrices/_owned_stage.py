@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.core
@@ -15,12 +15,14 @@ import numpy as np
 from shardopt.collectives import all_to_all
 from shardopt.config._config import StrategyConfig
 from shardopt.matrices._blockwise import match_variables
-from shardopt.matrices._owned_tasks import OwnedStage, OwnedTask, Transfer, closed_part, owner_axes
+from shardopt.matrices._owned_tasks import CutLeaves, OwnedStage, OwnedTask, Transfer, closed_part, owner_axes
 from shardopt.mesh import spec_axes
 from shardopt.trace._parts import Trace
 
 Buffers = dict[np.dtype, jax.Array]
 UnitFunction = Callable[..., list[jax.Array]]
+Retrace = Callable[[CutLeaves], Trace]
+"""Makes the trace of the update in which these leaves have a single block."""
 
 
 class _Slot(NamedTuple):
@@ -53,14 +55,6 @@ class _Unit(NamedTuple):
     number: int
     inputs: list[_Slot | None]
     outputs: list[_Slot | None]
-
-
-class Retrace(Protocol):
-    """`retrace(single_block=...)`."""
-
-    def __call__(self, *, single_block: bool) -> Trace:
-        """Return the trace of the update of shapes, for the model, or for a model of a single block."""
-        ...
 
 
 def run_stage(
@@ -276,22 +270,19 @@ def _unit_functions(stage: OwnedStage, tasks: Sequence[OwnedTask], retrace: Retr
 
     They come from new traces, because equations belong to the mesh under which they are traced.
     """
-    planned_traces = {True: stage.block_trace, False: stage.full_trace}
-    new_traces = {per_block: retrace(single_block=per_block) for per_block in {task.per_block for task in tasks}}
-    new_variables: dict[bool, dict[jex.Var, jex.Var]] = {}
-    for per_block, new_trace in new_traces.items():
-        planned = planned_traces[per_block]
-        matches = None if planned is None else match_variables(planned.jaxpr, new_trace.jaxpr)
+    new_traces = {cut: retrace(cut) for cut in {task.cut: None for task in tasks}}
+    new_variables: dict[CutLeaves, dict[jex.Var, jex.Var]] = {}
+    for cut, new_trace in new_traces.items():
+        matches = match_variables(stage.traces[cut].jaxpr, new_trace.jaxpr)
         assert matches is not None, "an update whose trace differs each time"
-        new_variables[per_block] = matches
+        new_variables[cut] = matches
 
     def function(owned_task: OwnedTask) -> UnitFunction:
-        per_block = owned_task.per_block
         inputs, outputs = (
-            [new_variables[per_block][var] for var in variables]
+            [new_variables[owned_task.cut][var] for var in variables]
             for variables in (owned_task.input_vars, owned_task.output_vars)
         )
-        part = closed_part(new_traces[per_block], owned_task.task.equations, inputs, outputs)
+        part = closed_part(new_traces[owned_task.cut], owned_task.task.equations, inputs, outputs)
         return lambda *args: jax.core.eval_jaxpr(part, (), *args)
 
     return [function(owned_task) for owned_task in tasks]

@@ -4,25 +4,25 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-import jax
 import jax.extend.core as jex
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
-from shardopt.core._types import PyTree
 from shardopt.matrices._blockwise import block_dim, is_blockwise, match_variables
-from shardopt.matrices._matrix_tasks import Groups, MatrixTask, find_tasks
+from shardopt.matrices._matrix_tasks import MatrixTask, find_tasks
 from shardopt.mesh import spec_axes
 from shardopt.partition import LeafPlan, Owned, shard_axes
 from shardopt.partition._balance import share_out
+from shardopt.partition._owners import TENSOR
 from shardopt.trace._jaxprs import called_jaxprs, cost_of
-from shardopt.trace._marks import LOSS
-from shardopt.trace._parts import Trace, inlined, product_flops, shape_of, trace_of
+from shardopt.trace._matrix_work import MIN_ELEMENTS, Groups
+from shardopt.trace._parts import Trace, product_flops, shape_of
 
-MIN_ELEMENTS = 64
-"""Values with fewer elements are small on every mesh: they are replicated on all devices."""
+CutLeaves = frozenset[int]
+"""The trained leaves, by index, that have a single block in a trace; an empty set is the trace of the whole update."""
+WHOLE: CutLeaves = frozenset()
 
 
 class Transfer(NamedTuple):
@@ -53,7 +53,7 @@ class OwnedTask(NamedTuple):
       input_vars: the inputs as variables of the trace that a unit runs: the trace of the update, or of one block.
       output_vars: the outputs as variables of that trace.
       key: tasks with equal keys run the same program.
-      per_block: whether a unit is a block.
+      cut: the leaves whose blocks are units; `WHOLE` if there is a single unit.
       blocks: the number of units on the stage of a device.
       cost: of a unit, in flops.
       paths: the key paths of its parameters.
@@ -65,7 +65,7 @@ class OwnedTask(NamedTuple):
     input_vars: tuple[jex.Var, ...]
     output_vars: tuple[jex.Var, ...]
     key: str
-    per_block: bool
+    cut: CutLeaves
     blocks: int
     cost: float
     paths: tuple[str, ...]
@@ -76,19 +76,17 @@ class OwnedStage(NamedTuple):
 
     Attributes:
       tasks: tasks whose inputs are sent to owners.
-      local_tasks: tasks of stacked blocks whose state lives at their owners: nothing is sent.
+      local_tasks: tasks of stacked matrices that live at their owners: nothing is sent.
       units: (task, block) of each unit of `tasks`.
       owners: the owner of each unit, its index along the axes of owners.
-      full_trace: the trace of the update.
-      block_trace: the trace of the update of one block, if units are blocks.
+      traces: the traces of the update that units run, by the leaves that are cut.
     """
 
     tasks: tuple[OwnedTask, ...]
     local_tasks: tuple[OwnedTask, ...]
     units: tuple[tuple[int, int], ...]
     owners: tuple[int, ...]
-    full_trace: Trace
-    block_trace: Trace | None
+    traces: dict[CutLeaves, Trace]
 
     @property
     def costs(self) -> list[float]:
@@ -102,18 +100,8 @@ def owner_axes(config: StrategyConfig) -> tuple[str, ...]:
     return (*shard_axes(config.mesh_shape).names, *tensor)
 
 
-def trace_update(update: Callable[..., PyTree], *args: PyTree) -> tuple[Trace, PyTree]:
-    """Return the trace of an update, with all calls inlined except the loss, and the shapes of its results."""
-    closed, shapes = jax.make_jaxpr(update, return_shape=True)(*args)
-
-    def flat(leaves: list[jax.Array]) -> list[jax.Array]:
-        return inlined(closed.jaxpr, closed.consts, leaves, keep=(LOSS,))
-
-    return trace_of(jax.make_jaxpr(flat)(jax.tree.leaves(args))), shapes
-
-
 def plan_stages(
-    config: StrategyConfig, layout: Layout, full_trace: Trace, trace_block: Callable[[], Trace]
+    config: StrategyConfig, layout: Layout, full_trace: Trace, retrace: Callable[[CutLeaves], Trace]
 ) -> tuple[list[OwnedStage], list[Owned]]:
     """Return the tasks that run on owners, stage by stage, each unit with its owner; and the matrices that get no owner.
 
@@ -121,31 +109,29 @@ def plan_stages(
       config: of the strategy.
       layout: of the parameters.
       full_trace: the trace of the update, whose first variables are the gradients.
-      trace_block: makes the trace of the update of a model of one block.
+      retrace: makes the trace of the update in which these leaves have a single block.
     """
     groups = Groups(full_trace, max(MIN_ELEMENTS, config.layout.min_shard_elements))
-    plans: dict[int, list[LeafPlan]] = {}
-    for var, plan in zip(full_trace.jaxpr.invars, layout.trained, strict=False):
+    leaves: dict[int, list[int]] = {}
+    for i, (var, _) in enumerate(zip(full_trace.jaxpr.invars, layout.trained, strict=False)):
         if groups.select_large([var]):
-            plans.setdefault(groups.group_number(var), []).append(plan)
+            leaves.setdefault(groups.group_number(var), []).append(i)
+    tasks = find_tasks(full_trace, groups)
+    cuts = _Cuts(layout.trained, full_trace, retrace, [leaves.get(task.group, []) for task in tasks])
     count = math.prod(config.mesh_shape[axis] for axis in owner_axes(config))
     stages: dict[int, list[OwnedTask]] = {}
     local_tasks: dict[int, list[OwnedTask]] = {}
     without_owner: list[Owned] = []
-    matched: list[tuple[Trace, dict[jex.Var, jex.Var]] | None] = []  # filled at most once, when it is needed
-    for task in find_tasks(full_trace, groups):
-        task_plans = plans.get(task.group, [])
+    for task in tasks:
+        task_leaves = leaves.get(task.group, [])
+        task_plans = [layout.trained[i] for i in task_leaves]
         state_axes = {None if plan.owned is None else plan.owned[0] for plan in task_plans}
         if len(state_axes) > 1 or (state_axes <= {None} and count == 1):
             continue
-        cut = None
-        if task_plans and all(plan.stacked for plan in task_plans):
-            if not matched:
-                matched.append(_match_block(full_trace, trace_block()))
-            cut = _cut_into_blocks(task, full_trace, matched[0], task_plans[0].shape[0])
+        cut = cuts.cut(task, task_leaves)
         block_axes = next(iter(state_axes - {None}), None)
-        if block_axes:  # the state is at its owner already; a task of several blocks is left to the partitioner
-            if cut is not None:
+        if block_axes or (cut is not None and (block_axes := _axes_of_whole_matrices(task_plans))):
+            if cut is not None:  # a task of several blocks is left to the partitioner
                 local_task = _make_owned_task(config, task, task_plans, full_trace, cut, block_axes)
                 local_tasks.setdefault(task.stage, []).append(local_task)
             continue
@@ -154,9 +140,8 @@ def plan_stages(
             without_owner.append(Owned(tuple(plan.path for plan in task_plans), (), because))
             continue
         stages.setdefault(task.stage, []).append(_make_owned_task(config, task, task_plans, full_trace, cut))
-    block_trace = matched[0][0] if matched and matched[0] else None
     return [
-        _make_stage(tuple(stages.get(i, ())), tuple(local_tasks.get(i, ())), count, full_trace, block_trace)
+        _make_stage(tuple(stages.get(i, ())), tuple(local_tasks.get(i, ())), count, cuts.traces)
         for i in sorted({*stages, *local_tasks})
     ], without_owner
 
@@ -165,34 +150,100 @@ def _make_stage(
     tasks: tuple[OwnedTask, ...],
     local_tasks: tuple[OwnedTask, ...],
     num_owners: int,
-    full_trace: Trace,
-    block_trace: Trace | None,
+    traces: dict[CutLeaves, Trace],
 ) -> OwnedStage:
     # units of one program are adjacent, so that devices have the same mixtures of programs
     order = sorted(range(len(tasks)), key=lambda i: (-tasks[i].cost, tasks[i].key, i))
     units = tuple((i, block) for i in order for block in range(tasks[i].blocks))
     owners = share_out([tasks[i].cost for i, _ in units], num_owners)
-    return OwnedStage(tasks, local_tasks, units, tuple(owners), full_trace, block_trace)
+    return OwnedStage(tasks, local_tasks, units, tuple(owners), traces)
 
 
-def _match_block(full_trace: Trace, block_trace: Trace) -> tuple[Trace, dict[jex.Var, jex.Var]] | None:
-    matches = match_variables(full_trace.jaxpr, block_trace.jaxpr)
-    return None if matches is None else (block_trace, matches)
+def _axes_of_whole_matrices(plans: Sequence[LeafPlan]) -> str | tuple[str, ...] | None:
+    """Return the axes that shard leaves by whole matrices, along the first dim; None if a matrix is split."""
+    axes = {plan.axes for plan in plans if plan.dim == 0 and not plan.experts and TENSOR not in tuple(plan.tensor)}
+    return axes.pop() if len(axes) == 1 and all(plan.dim == 0 for plan in plans) else None
 
 
-def _cut_into_blocks(
-    task: MatrixTask, full_trace: Trace, matched: tuple[Trace, dict[jex.Var, jex.Var]] | None, blocks: int
-) -> tuple[Trace, dict[jex.Var, jex.Var], int] | None:
-    """Return the trace of one block, if the task does the same to each block and never mixes blocks."""
-    if matched is None or blocks == 1:
+class _Cut(NamedTuple):
+    """A task that does the same to each block.
+
+    Attributes:
+      leaves: the leaves that have a single block in `trace`.
+      trace: the trace of the update of one block.
+      matches: variable of the full trace -> variable of `trace`.
+      blocks: the number of blocks.
+    """
+
+    leaves: CutLeaves
+    trace: Trace
+    matches: dict[jex.Var, jex.Var]
+    blocks: int
+
+
+class _Cuts:
+    """Finds the tasks that do the same to each block of a `BlockModel`, or to each matrix of any other stacked leaf.
+
+    Each leaf of three or more dims may be a stack. The proof is a trace of the update in which each stack has one matrix.
+    All leaves are cut in one trace. If an optimizer works differently then, leaves of each shape are cut in a trace of their own.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[LeafPlan],
+        full_trace: Trace,
+        retrace: Callable[[CutLeaves], Trace],
+        groups: Sequence[Sequence[int]],
+    ):
+        self.plans, self.full_trace, self.retrace = plans, full_trace, retrace
+        self.traces = {WHOLE: full_trace}
+        self.matches: dict[CutLeaves, dict[jex.Var, jex.Var] | None] = {}
+        self.blocks = frozenset(i for i, plan in enumerate(plans) if plan.stacked)
+        self.stacks = frozenset(i for leaves in groups if self.are_stacks(leaves) for i in leaves)
+
+    def are_stacks(self, leaves: Sequence[int]) -> bool:
+        """Return whether leaves outside of a `BlockModel` may be stacks of equally many matrices, each whole or cut alike."""
+        plans = [self.plans[i] for i in leaves]
+        if len({plan.shape[:1] for plan in plans}) != 1 or any(plan.stacked or len(plan.shape) < 3 for plan in plans):
+            return False
+        return _axes_of_whole_matrices(plans) is not None or all(plan.dim != 0 and not plan.experts for plan in plans)
+
+    def cut(self, task: MatrixTask, leaves: Sequence[int]) -> _Cut | None:
+        """Return a task of some leaves in blocks; None if it mixes blocks, or has a single one."""
+        if leaves and self.blocks.issuperset(leaves):
+            attempts = [self.blocks]
+        elif self.stacks.issuperset(leaves) and leaves:
+            shapes = {self.plans[i].shape for i in leaves}
+            attempts = [self.stacks, frozenset(i for i in self.stacks if self.plans[i].shape in shapes)]
+        else:
+            return None
+        blocks = self.plans[leaves[0]].shape[0]
+        for cut_leaves in attempts if blocks > 1 else ():
+            matches = self.match(cut_leaves)
+            if matches is not None:
+                trace = self.traces[cut_leaves]
+                return _Cut(cut_leaves, trace, matches, blocks) if self.is_cut(task, trace, matches, blocks) else None
         return None
-    block_trace, matches = matched
-    indices = sorted(task.equations)
-    pairs = [full_trace.jaxpr.eqns[i] for i in indices], [block_trace.jaxpr.eqns[i] for i in indices]
-    block_dims = [block_dim(var, matches, blocks) for var in (*task.inputs, *task.outputs)]
-    if None in block_dims or not is_blockwise(*pairs, matches, blocks):
-        return None
-    return block_trace, matches, blocks
+
+    def is_cut(self, task: MatrixTask, trace: Trace, matches: dict[jex.Var, jex.Var], blocks: int) -> bool:
+        """Return whether a task does the same to each block, and never mixes blocks."""
+        indices = sorted(task.equations)
+        pairs = [self.full_trace.jaxpr.eqns[i] for i in indices], [trace.jaxpr.eqns[i] for i in indices]
+        block_dims = [block_dim(var, matches, blocks) for var in (*task.inputs, *task.outputs)]
+        return None not in block_dims and is_blockwise(*pairs, matches, blocks)
+
+    def match(self, leaves: CutLeaves) -> dict[jex.Var, jex.Var] | None:
+        """Return variable of the full trace -> variable of the trace with these leaves cut; None if the traces differ."""
+        if leaves not in self.matches:
+            try:
+                self.traces[leaves] = self.retrace(leaves)
+            except Exception:
+                if leaves == self.blocks:
+                    raise
+                self.matches[leaves] = None  # the optimizer refuses such a shape, so it does not treat it as a stack
+            else:
+                self.matches[leaves] = match_variables(self.full_trace.jaxpr, self.traces[leaves].jaxpr)
+        return self.matches[leaves]
 
 
 def _make_owned_task(
@@ -200,20 +251,22 @@ def _make_owned_task(
     task: MatrixTask,
     plans: Sequence[LeafPlan],
     full_trace: Trace,
-    cut: tuple[Trace, dict[jex.Var, jex.Var], int] | None,
+    cut: _Cut | None,
     state_axes: str | tuple[str, ...] | None = None,
 ) -> OwnedTask:
     """Return a task as units; `state_axes` are the axes that blocks are sharded over if the state is at owners."""
-    unit_trace, matches, blocks = (full_trace, None, 1) if cut is None else cut
+    unit_trace, matches, blocks = (full_trace, None, 1) if cut is None else cut[1:]
     block_axes = state_axes or ("pipeline" if any(plan.pipelined for plan in plans) else None)
     num_parts = math.prod(config.mesh_shape[axis] for axis in spec_axes((block_axes,)))
 
     def transfer_of(var: jex.Var, *, large: bool) -> Transfer:
         dim = None if matches is None else block_dim(var, matches, blocks)
         unit = shape_of(var if matches is None else matches[var])
-        spec = _sent_spec(config, var, plans, dim) if large and state_axes is None else None
+        dtype = np.dtype(unit.dtype)
+        if large and state_axes is None and (sent := _sent_spec(config, var, plans, dim)) is not None:
+            return Transfer(sent, True, unit.shape, dtype, dim)
         local_spec = PartitionSpec(*[None] * dim, block_axes) if dim is not None and num_parts > 1 else PartitionSpec()
-        return Transfer(local_spec if spec is None else spec, spec is not None, unit.shape, np.dtype(unit.dtype), dim)
+        return Transfer(local_spec, False, unit.shape, dtype, dim)
 
     min_elements = max(MIN_ELEMENTS, config.layout.min_shard_elements)
     is_large = lambda var: math.prod(shape_of(var).shape) >= min_elements  # noqa: E731
@@ -230,7 +283,7 @@ def _make_owned_task(
         input_vars=tuple(input_vars),
         output_vars=tuple(output_vars),
         key=f"{part} {inputs} {outputs}",
-        per_block=cut is not None,
+        cut=WHOLE if cut is None else cut.leaves,
         blocks=blocks // num_parts,
         cost=float(sum(_flops(eqn) for eqn in part.eqns)),
         paths=tuple(plan.path for plan in plans),

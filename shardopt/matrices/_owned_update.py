@@ -11,15 +11,16 @@ import jax.numpy as jnp
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, make_layout
 from shardopt.config._transformation import ExtraArgs, call_update
+from shardopt.config._update_trace import opaque, trace_of_update, trace_update
 from shardopt.core._types import PyTree, abstract
 from shardopt.matrices._matrix_tasks import gathered_bytes
 from shardopt.matrices._owned_sides import Sides, plan_sides
 from shardopt.matrices._owned_stage import run_stage, stage_bytes
-from shardopt.matrices._owned_tasks import MIN_ELEMENTS, OwnedStage, owner_axes, plan_stages, trace_update
+from shardopt.matrices._owned_tasks import WHOLE, CutLeaves, OwnedStage, owner_axes, plan_stages
 from shardopt.matrices._owners import move, moved_bytes
 from shardopt.mesh import spec_axes
 from shardopt.partition import LayoutBytes, Owned, Owners
-from shardopt.trace._marks import LOSS, marked
+from shardopt.trace._matrix_work import MIN_ELEMENTS
 from shardopt.trace._parts import Atom, Trace, part_of, shape_of, slice_of
 
 
@@ -37,12 +38,12 @@ def owned_update(
     def update(grads: PyTree, opt_state: PyTree, params: PyTree, value: jax.Array) -> tuple[PyTree, PyTree]:
         # the loss and gradients of this trace, because those in the closure belong to another trace
         traced_args = extra_args._replace(value=value, grad=grads)
-        return call_update(config.update.tx, grads, opt_state, params, _opaque(traced_args))
+        return call_update(config.update.tx, grads, opt_state, params, opaque(traced_args))
 
     args = grads, opt_state, params, extra_args.value
     trace, shapes = trace_update(update, *args)
     retrace_update = functools.partial(retrace, config, layout, abstract(extra_args.value))
-    stages, _ = plan_stages(config, layout, trace, functools.partial(retrace_update, single_block=True))
+    stages, _ = plan_stages(config, layout, trace, retrace_update)
     sides = _sides(config, layout, trace, stages)
     if not stages and not sides.moves:
         return call_update(config.update.tx, grads, opt_state, params, extra_args)
@@ -93,12 +94,14 @@ def owners_of(config: StrategyConfig, layout: Layout) -> Owners | None:
     if config.layout.opt_state_layout != "matrices" or count == 1:
         return None
     retrace_update = functools.partial(retrace, config, layout, jax.ShapeDtypeStruct((), jnp.float32))
-    trace = retrace_update(single_block=False)
-    stages, without_owner = plan_stages(config, layout, trace, functools.partial(retrace_update, single_block=True))
+    trace = retrace_update(WHOLE)
+    stages, without_owner = plan_stages(config, layout, trace, retrace_update)
     rows, loads = [], [0.0] * count
+    local_paths = {path for stage in stages for local_task in stage.local_tasks for path in local_task.paths}
     for plan in layout.trained:
-        if plan.owned is not None:
-            num_owners = math.prod(config.mesh_shape[axis] for axis in spec_axes(plan.owned[:1]) if axis != "pipeline")
+        if plan.owned is not None or plan.path in local_paths:
+            block_axes = spec_axes(plan.state_spec(sharded=True)[:1])
+            num_owners = math.prod(config.mesh_shape[axis] for axis in block_axes if axis != "pipeline")
             blocks = plan.shape[0] // (config.mesh_shape["pipeline"] if plan.pipelined else 1)
             copies = count // num_owners  # devices along tensor repeat the work if no rule splits the leaf
             owners = tuple(i * num_owners // blocks * copies for i in range(blocks))
@@ -127,7 +130,7 @@ def layout_bytes(config: StrategyConfig, layout: Layout) -> LayoutBytes | None:
     count = math.prod(config.mesh_shape[axis] for axis in owner_axes(config))
     if not config.placement.opt_state or count == 1:
         return None
-    trace = retrace(config, layout, jax.ShapeDtypeStruct((), jnp.float32), single_block=False)
+    trace = retrace(config, layout, jax.ShapeDtypeStruct((), jnp.float32), WHOLE)
     gathered = gathered_bytes(trace.jaxpr, max(MIN_ELEMENTS, config.layout.min_shard_elements))
     if not gathered:
         return None
@@ -138,30 +141,20 @@ def layout_bytes(config: StrategyConfig, layout: Layout) -> LayoutBytes | None:
     return LayoutBytes(gathered * (count - 1) // count, owners.bytes_sent)
 
 
-def retrace(config: StrategyConfig, layout: Layout, value: jax.ShapeDtypeStruct, *, single_block: bool) -> Trace:
-    """Return the trace of the update of shapes, for the model, or for a model of a single block.
+def retrace(config: StrategyConfig, layout: Layout, value: jax.ShapeDtypeStruct, cut: CutLeaves) -> Trace:
+    """Return the trace of the update of shapes, for the model, or for a model in which some leaves have a single block.
 
     Args:
       config: of the strategy.
       layout: of the parameters.
       value: the shape of the loss.
-      single_block: whether the model has a single block.
+      cut: the trained leaves, by index, that have a single block.
     """
-    shape_with_blocks = lambda plan: (1, *plan.shape[1:]) if single_block and plan.stacked else plan.shape  # noqa: E731
-    shapes = [jax.ShapeDtypeStruct(shape_with_blocks(plan), plan.dtype) for plan in layout.trained]
-    params = layout.merge([None] * len(layout.plans), shapes)
-    zeros = lambda x: jnp.zeros(x.shape, x.dtype)  # noqa: E731
-
-    def update(grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:
-        extra_args = ExtraArgs(loss, grads, lambda _: zeros(value), lambda *_: jax.tree.map(zeros, params))
-        return call_update(config.update.tx, grads, opt_state, params, _opaque(extra_args))
-
-    return trace_update(update, params, jax.eval_shape(config.update.tx.init, params), params, value)[0]
-
-
-def _opaque(extra_args: ExtraArgs) -> ExtraArgs:
-    """Make each evaluation of the loss a single equation of the trace."""
-    return extra_args._replace(value_fn=marked(LOSS, extra_args.value_fn), grad_fn=marked(LOSS, extra_args.grad_fn))
+    shapes = [
+        jax.ShapeDtypeStruct((1, *plan.shape[1:]) if i in cut else plan.shape, plan.dtype)
+        for i, plan in enumerate(layout.trained)
+    ]
+    return trace_of_update(config.update.tx, layout.merge([None] * len(layout.plans), shapes), value)
 
 
 def evaluate(

@@ -14,8 +14,9 @@ from shardopt.config._offload import HOST, to_device
 from shardopt.config._transformation import ExtraArgs
 from shardopt.core._types import PyTree, abstract
 from shardopt.matrices._blockwise import block_dim, is_blockwise, match_variables
-from shardopt.matrices._matrix_tasks import is_opaque
+from shardopt.matrices._owned_tasks import WHOLE
 from shardopt.matrices._owned_update import evaluate, retrace
+from shardopt.trace._matrix_work import is_opaque
 from shardopt.trace._parts import Atom, Trace, part_of, shape_of, slice_of
 
 
@@ -106,7 +107,8 @@ def plan_stream(config: StrategyConfig, layout: Layout, value: jax.ShapeDtypeStr
     if not stacked or config.layout.opt_state_layout == "matrices" or any(plan.pipelined for plan in stacked):
         return None
     blocks = stacked[0].shape[0]
-    full_trace, block_trace = (retrace(config, layout, value, single_block=single) for single in (False, True))
+    stacked_leaves = frozenset(i for i, plan in enumerate(layout.trained) if plan.stacked)
+    full_trace, block_trace = (retrace(config, layout, value, cut) for cut in (WHOLE, stacked_leaves))
     matches = match_variables(full_trace.jaxpr, block_trace.jaxpr)
     if blocks == 1 or matches is None or any(map(is_opaque, full_trace.jaxpr.eqns)):
         return None

@@ -17,9 +17,12 @@ from shardopt import nn
 from shardopt.core._types import PyTree
 from shardopt.models import _layers as layers
 from shardopt.models._decoder_config import ACTIVATIONS, DecoderConfig
+from shardopt.models._inputs import Params
 from shardopt.models._latent_attention import latent_qkv
-from shardopt.models.gpt import Params
+from shardopt.models._routers import Routers
+from shardopt.nn._attention import masked_attention
 from shardopt.nn._low_rank import Weight
+from shardopt.nn._order import row_length
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -33,6 +36,7 @@ class Stream(NamedTuple):
       segment_ids: [B, T] or None.
       positions: [B, T] or None.
       order: [B, T] or None.
+      routers: the statistics of routers; None if the loss reads none.
     """
 
     x: Array
@@ -40,39 +44,56 @@ class Stream(NamedTuple):
     segment_ids: Array | None
     positions: Array | None
     order: Array | None
+    routers: Routers | None = None
+
+
+class KVCache(NamedTuple):
+    """Keys and values of the positions so far, of one block (or stacked, with one more dim in front).
+
+    Attributes:
+      key: [B, S, G, K], already rotated.
+      value: [B, S, G, V].
+    """
+
+    key: Array
+    value: Array
 
 
 def block_shapes(config: DecoderConfig, *, dense: bool) -> dict[str, Shapes]:
     """Return part -> leaf -> shape of one block; `dense` is a block without experts."""
     D = config.dim
-    shapes = {"attention": _attention_shapes(config)}
+    parts: dict[str, Shapes] = {"attention": _attention_shapes(config), "mlp": {}}
     if dense:
-        shapes["mlp"] = _mlp_shapes(config, config.hidden, bias=config.mlp_bias)
+        parts["mlp"] = _mlp_shapes(config, config.hidden, bias=config.mlp_bias, fused=bool(config.fused))
     else:
         assert config.experts is not None
         E, experts = config.experts.number, config.experts
-        shapes["mlp"] = {}
-        shapes["router"] = {"kernel": (D, E)} | ({"choice_bias": (E,)} if experts.choice_bias else {})
+        parts["router"] = {"kernel": (D, E)} | ({"choice_bias": (E,)} if experts.choice_bias else {})
         if experts.biases:
-            shapes["router"]["bias"] = (E,)
+            parts["router"]["bias"] = (E,)
         products = _mlp_shapes(config, experts.hidden, bias=experts.biases)
-        shapes["experts"] = {name: (E, *shape) for name, shape in products.items()}
+        parts["experts"] = {name: (E, *shape) for name, shape in products.items()}
         if experts.shared_hidden:
-            shapes["shared"] = _mlp_shapes(config, experts.shared_hidden, bias=False)
+            parts["shared"] = _mlp_shapes(config, experts.shared_hidden, bias=False)
     for part in ("attention", "mlp"):
         names = ["norm"] * config.pre_norms + ["post_norm"] * config.post_norms
         names += [f"{name}_bias" for name in names if config.norm == "layer"]
-        shapes[part] |= dict.fromkeys(names, (D,))
-    return shapes
+        parts[part] |= dict.fromkeys(names, (D,))
+    return parts
 
 
 def _attention_shapes(config: DecoderConfig) -> Shapes:
     D, H, G, K = config.dim, config.num_heads, config.kv_heads, config.head_width
     if config.latent is not None:
         return config.latent.shapes(D, H)
-    shapes: Shapes = {"q": (D, H, K), "k": (D, G, K), "v": (D, G, K), "out": (H, K, D)}
-    if config.qkv_bias:
-        shapes |= {"q_bias": (H, K), "k_bias": (G, K), "v_bias": (G, K)}
+    if config.fused == "qkv":
+        shapes: Shapes = {"qkv": (D, 3, H, K)}
+    elif config.fused == "kv":
+        shapes = {"q": (D, H, K), "kv": (D, G, 2 * K)}
+    else:
+        shapes = {"q": (D, H, K), "k": (D, G, K), "v": (D, G, K)}
+    biases = {f"{name}_bias": shape[1:] for name, shape in shapes.items()} if config.qkv_bias else {}
+    shapes |= {"out": (H, K, D)} | biases
     if config.out_bias:
         shapes["out_bias"] = (D,)
     if config.qk_norm is not None:
@@ -83,32 +104,51 @@ def _attention_shapes(config: DecoderConfig) -> Shapes:
     return shapes
 
 
-def _mlp_shapes(config: DecoderConfig, hidden: int, *, bias: bool) -> Shapes:
+def _mlp_shapes(config: DecoderConfig, hidden: int, *, bias: bool, fused: bool = False) -> Shapes:
     D, width = config.dim, 2 * hidden if config.activation == "clamped_swiglu" else hidden
-    shapes: Shapes = {"gate": (D, width)} if config.gated else {}
-    shapes |= {"up": (D, width), "down": (hidden, D)}
+    if fused:
+        shapes: Shapes = {"up": (D, 1 + config.gated, width)}
+    else:
+        shapes = dict.fromkeys(("gate", "up")[not config.gated :], (D, width))
+    shapes["down"] = (hidden, D)
     return shapes | ({f"{name}_bias": shape[1:] for name, shape in shapes.items()} if bias else {})
 
 
 def apply_block(config: DecoderConfig, weights: Params, stream: Stream) -> Stream:
     """Add the attention branch, then the branch of the mlp or the experts."""
+    return apply_cached_block(config, weights, stream, None, 0)[0]
+
+
+def apply_cached_block(
+    config: DecoderConfig, weights: Params, stream: Stream, cache: KVCache | None, start: Array | int
+) -> tuple[Stream, KVCache | None]:
+    """Return the stream after the block, and the cache with the T positions of the stream, the first one at `start`.
+
+    Without a cache, positions see each other alone.
+    """
     router = weights.get("router")
     weights = layers.cast({part: leaves for part, leaves in weights.items() if part != "router"}, config.dtype)
-    x = _add_branch(
-        config, weights["attention"], stream.x, lambda normed: _attention(config, weights["attention"], normed, stream)
-    )
-    run_mlp = (
-        functools.partial(_mlp, config, weights["mlp"])
-        if router is None
-        else functools.partial(_experts, config, weights, router)
-    )
-    x = _add_branch(config, weights["mlp"], x, run_mlp)
-    return stream._replace(x=x, layer=None if stream.layer is None else stream.layer + 1)
+    attention, mlp = weights["attention"], weights["mlp"]
+    mixed, cache = _attention(config, attention, _branch_input(config, attention, stream.x), stream, cache, start)
+    x = _add_branch(config, attention, stream.x, mixed)
+    normed, routers = _branch_input(config, mlp, x), stream.routers
+    if router is None:
+        out = _mlp(config, mlp, normed)
+    else:
+        out, routers = _experts(config, weights, router, normed, routers)
+    x = _add_branch(config, mlp, x, out)
+    return stream._replace(x=x, layer=None if stream.layer is None else stream.layer + 1, routers=routers), cache
 
 
-def _add_branch(config: DecoderConfig, norms: Params, x: Array, branch) -> Array:
-    out = branch(apply_norm(config, norms, "norm", x) if config.pre_norms else x)
-    return x + (apply_norm(config, norms, "post_norm", out) if config.post_norms else out)
+def _branch_input(config: DecoderConfig, weights: Params, x: Array) -> Array:
+    normed = apply_norm(config, weights, "norm", x) if config.pre_norms else x
+    return layers.gather_positions(normed) if config.sequence_parallel else normed
+
+
+def _add_branch(config: DecoderConfig, weights: Params, x: Array, out: Array) -> Array:
+    shard = layers.shard_positions if config.sequence_parallel else lambda x: x
+    out = shard(out)
+    return shard(x + (apply_norm(config, weights, "post_norm", out) if config.post_norms else out))
 
 
 def apply_norm(
@@ -133,10 +173,16 @@ def _layer_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> Array:
 
 
 def _attention(
-    config: DecoderConfig, weights: Params, x: Float[Array, "B T D"], stream: Stream
-) -> Float[Array, "B T D"]:
+    config: DecoderConfig,
+    weights: Params,
+    x: Float[Array, "B T D"],
+    stream: Stream,
+    cache: KVCache | None,
+    start: Array | int,
+) -> tuple[Float[Array, "B T D"], KVCache | None]:
     kind = None if stream.layer is None else jnp.asarray(_kind_numbers(config))[stream.layer]
-    rotate = _rotation(config, kind, layers.places(x.shape[1], stream.positions, stream.order))
+    places = layers.places(x.shape[1], stream.positions, stream.order)
+    rotate = _rotation(config, kind, places, row_length(x.shape[1]))
     if config.latent is None:
         query, key, value = _qkv(config, weights, x)
         query, key = rotate(query), rotate(key)
@@ -145,14 +191,19 @@ def _attention(
     if config.attention_scale is not None:
         query = query * (config.attention_scale * math.sqrt(config.head_width))
     query, key, value = checkpoint_name((query, key, value), "qkv")
-    mixed = _mix(config, kind, query, key, value, stream, weights.get("sinks"))
+    if cache is None:
+        mixed = _mix(config, kind, query, key, value, stream, weights.get("sinks"))
+    else:
+        write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), start, axis=1)  # noqa: E731
+        cache = KVCache(write(cache.key, key), write(cache.value, value))
+        mixed = _mix_cached(config, kind, query, cache, places, weights.get("sinks"))
     out = nn.quantized_einsum("bthk,hkd->btd", mixed, weights["out"], precision=config.precision)
-    return checkpoint_name(_add_bias(out, weights.get("out_bias")), "attention_out")
+    return checkpoint_name(_add_bias(out, weights.get("out_bias")), "attention_out"), cache
 
 
 def _qkv(config: DecoderConfig, weights: Params, x: Array) -> tuple[Array, Array, Array]:
-    def project(name: str) -> Array:
-        heads = nn.quantized_einsum("btd,dhk->bthk", x, weights[name], precision=config.precision)
+    def project(name: str, dims: str = "hk") -> Array:
+        heads = nn.quantized_einsum(f"btd,d{dims}->bt{dims}", x, weights[name], precision=config.precision)
         return _add_bias(heads, weights.get(f"{name}_bias"))
 
     def norm(heads: Array, name: str) -> Array:
@@ -161,7 +212,13 @@ def _qkv(config: DecoderConfig, weights: Params, x: Array) -> tuple[Array, Array
         flat = heads.reshape(*heads.shape[:2], -1)
         return apply_norm(config, {name: weights[name].reshape(-1)}, name, flat).reshape(heads.shape)
 
-    query, key, value = project("q"), project("k"), project("v")
+    if config.fused == "qkv":
+        # The dim of parts stays where the product puts it: moving it to the front would cost a transposition each way.
+        query, key, value = layers.split_parts(project("qkv", "chk"))
+    elif config.fused == "kv":
+        query, (key, value) = project("q"), jnp.split(project("kv"), 2, axis=-1)
+    else:
+        query, key, value = project("q"), project("k"), project("v")
     if config.qk_norm is None:
         return query, key, value
     return norm(query, "q_norm"), norm(key, "k_norm"), value
@@ -173,14 +230,14 @@ def _kind_numbers(config: DecoderConfig) -> np.ndarray:
     return np.asarray([used.index(kind) for kind in config.pattern or (0,) * config.num_layers], np.int32)
 
 
-def _rotation(config: DecoderConfig, kind: Array | None, places: Array):
+def _rotation(config: DecoderConfig, kind: Array | None, places: Array, length: int):
     """Return the function that rotates [B, T, H, K] by the positions; `kind` selects the row of a table of frequencies."""
     ropes = [used.rope for used in config.used_kinds]
     first = next((rope for rope in ropes if rope), None)
     if first is None:
         return lambda x: x
     dims = first.dims or config.rotary_dim
-    table = np.stack([rope.frequencies(dims) if rope else np.zeros(dims // 2) for rope in ropes])
+    table = np.stack([rope.frequencies(dims, length) if rope else np.zeros(dims // 2) for rope in ropes])
     factors = np.array([rope.attention_factor if rope else 1.0 for rope in ropes])
 
     def rotate(x: Array) -> Array:
@@ -228,38 +285,61 @@ def _mix(
     return jax.lax.switch(choice, [functools.partial(attend, window) for window in windows], query, key, value)
 
 
+def _mix_cached(
+    config: DecoderConfig, kind: Array | None, query: Array, cache: KVCache, places: Array, sinks: Array | None
+) -> Array:
+    """Return attention to the cached keys, by plain XLA; a window is data here."""
+    length = cache.key.shape[1]
+    windows = [length if used.window is None else used.window for used in config.used_kinds]
+    window = windows[0] if kind is None else jnp.asarray(windows, jnp.int32)[kind]
+    mask = layers.visible(jnp.atleast_2d(places), length, window)
+    return masked_attention(query, *cache, mask, softcap=config.attention_softcap, sinks=sinks)
+
+
 def _mlp(config: DecoderConfig, weights: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    product = lambda name: nn.quantized_einsum("btd,df->btf", x, weights[name], precision=config.precision)  # noqa: E731
-    names = [name for name in ("gate", "up") if name in weights]
-    hidden = checkpoint_name([_add_bias(product(name), weights.get(f"{name}_bias")) for name in names], "mlp_hidden")
+    # without constraints the partitioner shards the gradients of gate and up differently, and moves them
+    shard = layers.shard_last if config.sequence_parallel else lambda x: x
+
+    def product(name: str, dims: str) -> Array:
+        hidden = nn.quantized_einsum(f"btd,d{dims}->bt{dims}", x, weights[name], precision=config.precision)
+        return shard(_add_bias(hidden, weights.get(f"{name}_bias")))
+
+    if config.fused:
+        hidden = layers.split_parts(checkpoint_name(product("up", "cf"), "mlp_hidden"))
+    else:
+        hidden = checkpoint_name([product(name, "f") for name in ("gate", "up") if name in weights], "mlp_hidden")
 
     @jax.checkpoint
     def down(hidden: list[Array], weight: Weight) -> Array:
         activated = ACTIVATIONS[config.activation](hidden[0])
-        activated = activated * hidden[1] if config.gated else activated
+        activated = shard(activated * hidden[1] if config.gated else activated)
         return nn.quantized_einsum("btf,fd->btd", activated, weight, precision=config.precision)
 
     return _add_bias(down(hidden, weights["down"]), weights.get("down_bias"))
 
 
-def _experts(config: DecoderConfig, weights: Params, router: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+def _experts(
+    config: DecoderConfig, weights: Params, router: Params, x: Float[Array, "B T D"], routers: Routers | None
+) -> tuple[Float[Array, "B T D"], Routers | None]:
     experts = config.experts
     assert experts is not None
-    mixed, _ = nn.mixture_of_experts(
+    mixed, statistics = nn.mixture_of_experts(
         weights["experts"],
         x,
         router["kernel"],
         top_k=experts.top_k,
+        capacity_factor=experts.capacity_factor,
         score=experts.score,
         normalize=experts.normalize,
-        bias=router.get("choice_bias"),
+        bias=router.get("choice_bias") if routers is None or routers.bias is None else routers.bias[0],
         router_bias=router.get("bias"),
         groups=experts.groups,
         scale=experts.scale,
         shared=weights.get("shared"),
+        chunk=experts.chunk,
         activation=ACTIVATIONS[config.activation],
     )
-    return mixed
+    return mixed, None if routers is None else routers.after_block(statistics)
 
 
 def _add_bias(x: Array, bias: Array | None) -> Array:

@@ -17,6 +17,7 @@ from shardopt.nn._router import Score
 
 Norm = Literal["rms", "rms_plus_one", "layer"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared", "clamped_swiglu"]
+Balance = Literal["bias", "loss", "sequence_loss"]
 
 
 def _clamped_swiglu(x: Array) -> Array:
@@ -34,6 +35,11 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
     "clamped_swiglu": _clamped_swiglu,
 }
+
+
+def not_positive(config: object, *names: str) -> list[str]:
+    """Return a problem for each of these sizes that is not positive."""
+    return [f"{name} must be positive, got {getattr(config, name)}" for name in names if getattr(config, name) <= 0]
 
 
 class BlockKind(NamedTuple):
@@ -63,6 +69,13 @@ class Experts(NamedTuple):
       choice_bias: whether the choice has a bias for each expert, the leaf "router/choice_bias".
       biases: whether the router and the products of experts have biases.
       num_first: blocks without experts, before the others; their hidden units are `DecoderConfig.hidden`.
+      capacity_factor: the places of an expert, relative to its share of the choices; None drops no token.
+      chunk: how many tokens of a device are dispatched at a time; None is all.
+      loads: whether the leaf "router_load" holds the loads of the last step. The loss then returns metrics and new loads, see
+        `moe.model`.
+      balance: how experts are balanced, as in `moe.MoEConfig`; it needs `loads`.
+      balance_rate: the rate of the biases, or the factor of the balance loss.
+      z_loss: factor of the mean of the router's logsumexp squared; it needs `loads`.
     """
 
     number: int
@@ -76,6 +89,12 @@ class Experts(NamedTuple):
     choice_bias: bool = False
     biases: bool = False
     num_first: int = 0
+    capacity_factor: float | None = None
+    chunk: int | None = None
+    loads: bool = False
+    balance: Balance | None = None
+    balance_rate: float = 0.0
+    z_loss: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,12 +132,22 @@ class DecoderConfig:
       experts: the mixture of experts; None is an mlp in each block.
       max_length: the longest sequence of `sample`.
       loss_chunk: positions whose logits are held at a time, see `so.nn.cross_entropy`; None is all.
+      logits_dtype: the dtype of the logits in the loss, see `so.nn.cross_entropy`.
+      fused: which products of a block are one product: "kv" is keys and values [D, G, 2 K], "qkv" is also queries [D, 3, H, K].
+        Either also fuses gate and up of the mlp, [D, 2, F]. One product is faster than several.
+      sequence_parallel: whether tensor shards the positions of block inputs, block outputs and norms. tensor must divide the
+        positions. A block stores 1 / tensor of its input. An all-gather and a reduce-scatter of as many bytes replace each
+        all-reduce. The step is the same, up to summation order. `so.plan` does not plan for it.
       param_dtype: dtype that `init` creates and `from_pretrained` loads.
       dtype: dtype of activations and products; None is the dtype of the parameters that the loss gets.
       precision: precision of products with block weights, as in `so.nn.quantized_einsum`; None is `dtype`.
 
     Raises:
       ValueError: if sizes do not fit together, or a choice is unknown.
+
+    References:
+      Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4.2.2, for
+      `sequence_parallel`.
     """
 
     vocab_size: int = 256
@@ -151,6 +180,9 @@ class DecoderConfig:
     experts: Experts | None = None
     max_length: int = 1024
     loss_chunk: int | None = None
+    logits_dtype: DTypeLike | None = None
+    fused: Literal["kv", "qkv"] | None = None
+    sequence_parallel: bool = False
     param_dtype: DTypeLike = jnp.float32
     dtype: DTypeLike | None = None
     precision: Precision | None = None
@@ -163,11 +195,13 @@ class DecoderConfig:
             )
 
     def _problems(self) -> list[str]:
-        sizes = ("vocab_size", "dim", "num_layers", "num_heads", "hidden", "norm_epsilon", "max_length")
-        problems = [f"{name} must be positive, got {getattr(self, name)}" for name in sizes if getattr(self, name) <= 0]
+        problems = not_positive(
+            self, "vocab_size", "dim", "num_layers", "num_heads", "hidden", "norm_epsilon", "max_length"
+        )
         if not problems and self.num_heads % self.kv_heads:
             problems.append(f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}")
         choices = {"norm": get_args(Norm), "activation": get_args(Activation), "qk_norm": ("head", "all", None)}
+        choices["fused"] = ("kv", "qkv", None)
         problems += [
             f"{name} must be one of {', '.join(map(str, values))}, got {getattr(self, name)!r}"
             for name, values in choices.items()
@@ -187,6 +221,12 @@ class DecoderConfig:
         if self.experts is not None and not 0 <= self.experts.num_first < self.num_layers:
             problems.append(
                 f"experts.num_first={self.experts.num_first} leaves no block of {self.num_layers} with experts"
+            )
+        if self.experts is not None and (self.experts.balance or self.experts.z_loss) and not self.experts.loads:
+            problems.append("experts.balance and experts.z_loss need experts.loads")
+        if self.fused == "qkv" and self.kv_heads != self.num_heads:
+            problems.append(
+                f"fused='qkv' needs as many heads of keys as of queries, got {self.kv_heads} and {self.num_heads}"
             )
         return problems
 

@@ -4,15 +4,18 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from shardopt.core._errors import calling, error_text
 from shardopt.models._decoder_config import DecoderConfig
-from shardopt.models._families import FAMILIES
 from shardopt.models._fields import Fields
+from shardopt.models._inputs import Params
+from shardopt.models._layers import split_parts
+from shardopt.models._more_families import FAMILIES
 from shardopt.models._places import places_of
 from shardopt.models._pretrained import write_weights
-from shardopt.models.gpt import GPTConfig, Params
+from shardopt.models.gpt import GPTConfig
 from shardopt.models.moe import MoEConfig
 
 
@@ -45,32 +48,21 @@ def export_safetensors(directory: str | os.PathLike[str], params: Params, config
     hf_config = _described(config, np.dtype(params["embedding"].dtype).name)
     family = FAMILIES[hf_config["model_type"]]
     places = places_of(DecoderConfig(**family.read(Fields(hf_config, family.defaults))), family)
-    as_decoder = _gpt_as_decoder if isinstance(config, GPTConfig) else _moe_as_decoder
-    return write_weights(directory, as_decoder(params), places, hf_config)
+    return write_weights(directory, _unfused(config.decoder, params), places, hf_config)
 
 
-def _gpt_as_decoder(params: Params) -> Params:
-    attention, mlp = params["blocks"]["attention"], params["blocks"]["mlp"]
-    qkv = {name: attention["qkv"][:, :, i] for i, name in enumerate("qkv")}
-    gate_and_up = {name: mlp["up"][:, :, i] for i, name in enumerate(("gate", "up"))}
-    blocks = {
-        "attention": {"norm": attention["norm"], "out": attention["out"]} | qkv,
-        "mlp": {"norm": mlp["norm"], "down": mlp["down"]} | gate_and_up,
-    }
-    return {**params, "blocks": blocks}
-
-
-def _moe_as_decoder(params: Params) -> Params:
-    attention, router = params["blocks"]["attention"], params["blocks"]["router"]
-    width = attention["q"].shape[-1]
-    kv = {"k": attention["kv"][..., :width], "v": attention["kv"][..., width:]}
-    blocks = {
-        "attention": {name: attention[name] for name in ("norm", "q", "out")} | kv,
-        "mlp": {"norm": router["norm"]},
-        "router": {"kernel": router["kernel"]},
-        "experts": params["blocks"]["experts"],
-    }
-    return {name: value for name, value in params.items() if name != "router_load"} | {"blocks": blocks}
+def _unfused(config: DecoderConfig, params: Params) -> Params:
+    """Return the parameters of a decoder with fused products as parameters without."""
+    blocks = params["blocks"]
+    attention, mlp = dict(blocks["attention"]), dict(blocks["mlp"])
+    if config.fused == "qkv":
+        attention |= dict(zip("qkv", split_parts(attention.pop("qkv")), strict=True))
+    else:
+        attention["k"], attention["v"] = jnp.split(attention.pop("kv"), 2, axis=-1)
+    if config.experts is None:
+        mlp |= dict(zip(("gate", "up"), split_parts(mlp.pop("up")), strict=True))
+    outer = {name: leaf for name, leaf in params.items() if not name.startswith("router_")}
+    return outer | {"blocks": blocks | {"attention": attention, "mlp": mlp}}
 
 
 def _described(config: GPTConfig | MoEConfig, dtype: str) -> dict[str, Any]:

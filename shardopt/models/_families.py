@@ -34,6 +34,7 @@ class Family(NamedTuple):
       transposed: whether the weights of linear layers are stored [out, in].
       ignored: regular expressions of tensors that are no weights.
       optional: the beginning of names that files may leave out.
+      has_predictors: whether files may have blocks after the last one, which predict further tokens in training.
     """
 
     architecture: str
@@ -45,31 +46,34 @@ class Family(NamedTuple):
     transposed: bool = True
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
     optional: str = ""
+    has_predictors: bool = False
 
 
-_OUTER = {"model.embed_tokens.weight": "embedding", "model.norm.weight": "norm", "lm_head.weight": "head"}
-_PRE_NORMS = {"input_layernorm.weight": "attention/norm", "post_attention_layernorm.weight": "mlp/norm"}
-_OUT = {"self_attn.o_proj.weight": "attention/out", "self_attn.o_proj.bias": "attention/out_bias"}
-_QKV = {
+OUTER = {"model.embed_tokens.weight": "embedding", "model.norm.weight": "norm", "lm_head.weight": "head"}
+PRE_NORMS = {"input_layernorm.weight": "attention/norm", "post_attention_layernorm.weight": "mlp/norm"}
+OUT = {"self_attn.o_proj.weight": "attention/out", "self_attn.o_proj.bias": "attention/out_bias"}
+QKV = {
     f"self_attn.{name}_proj.{kind}": f"attention/{name}{suffix}"
     for name in "qkv"
     for kind, suffix in (("weight", ""), ("bias", "_bias"))
 }
 _QK_NORMS = {"self_attn.q_norm.weight": "attention/q_norm", "self_attn.k_norm.weight": "attention/k_norm"}
-_ATTENTION = _QKV | _OUT | _QK_NORMS
+_ATTENTION = QKV | OUT | _QK_NORMS
 _MLP = {
     f"mlp.{name}_proj.{kind}": f"mlp/{name}{suffix}"
     for name in ("gate", "up", "down")
     for kind, suffix in (("weight", ""), ("bias", "_bias"))
 }
-_LLAMA_BLOCK = _PRE_NORMS | _ATTENTION | _MLP
+LLAMA_BLOCK = PRE_NORMS | _ATTENTION | _MLP
 _POST_NORMS = {
     "post_attention_layernorm.weight": "attention/post_norm",
     "post_feedforward_layernorm.weight": "mlp/post_norm",
 }
 
+POST_NORM_BLOCK = _ATTENTION | _MLP | _POST_NORMS
 
-def _sizes(fields: Fields) -> dict[str, Any]:
+
+def sizes(fields: Fields) -> dict[str, Any]:
     """Return what nearly all families call by the same names."""
     return {
         "vocab_size": fields.size("vocab_size"),
@@ -86,31 +90,31 @@ def _sizes(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _head_dim(fields: Fields) -> int:
+def head_dim(fields: Fields) -> int:
     return fields["head_dim"] or fields.size("hidden_size") // fields.size("num_attention_heads")
 
 
-def _rope(fields: Fields, kind: str = "full_attention") -> Any:
-    return fields.rope(_head_dim(fields), kind)
+def rope(fields: Fields, kind: str = "full_attention") -> Any:
+    return fields.rope(head_dim(fields), kind)
 
 
-def _llama(fields: Fields) -> dict[str, Any]:
+def llama(fields: Fields) -> dict[str, Any]:
     biases = {"qkv_bias": bool(fields["attention_bias"]), "out_bias": bool(fields["attention_bias"])}
-    kinds = fields.kinds(None, None, lambda kind: _rope(fields, kind))
-    return _sizes(fields) | biases | {"mlp_bias": bool(fields["mlp_bias"])} | kinds
+    kinds = fields.kinds(None, None, lambda kind: rope(fields, kind))
+    return sizes(fields) | biases | {"mlp_bias": bool(fields["mlp_bias"])} | kinds
 
 
-def _mistral(fields: Fields) -> dict[str, Any]:
-    return _sizes(fields) | fields.kinds(None, fields["sliding_window"], lambda kind: _rope(fields, kind))
+def mistral(fields: Fields) -> dict[str, Any]:
+    return sizes(fields) | fields.kinds(None, fields["sliding_window"], lambda kind: rope(fields, kind))
 
 
 def _qwen2(fields: Fields) -> dict[str, Any]:
-    return _sizes(fields) | _qwen_kinds(fields) | {"qkv_bias": True}
+    return sizes(fields) | _qwen_kinds(fields) | {"qkv_bias": True}
 
 
 def _qwen3(fields: Fields) -> dict[str, Any]:
     bias = bool(fields["attention_bias"])
-    return _sizes(fields) | _qwen_kinds(fields) | {"qkv_bias": bias, "out_bias": bias, "qk_norm": "head"}
+    return sizes(fields) | _qwen_kinds(fields) | {"qkv_bias": bias, "out_bias": bias, "qk_norm": "head"}
 
 
 def _qwen_kinds(fields: Fields) -> dict[str, Any]:
@@ -120,16 +124,16 @@ def _qwen_kinds(fields: Fields) -> dict[str, Any]:
         types = None
     elif types is None:
         types = ["sliding_attention" if i >= first else "full_attention" for i in range(L)]
-    return fields.kinds(types, window, lambda kind: _rope(fields, kind))
+    return fields.kinds(types, window, lambda kind: rope(fields, kind))
 
 
-def _olmo2(fields: Fields) -> dict[str, Any]:
+def olmo2(fields: Fields) -> dict[str, Any]:
     norms = {"pre_norms": False, "post_norms": True, "qk_norm": "all"}
-    return _llama(fields) | norms
+    return llama(fields) | norms
 
 
 def _phi3(fields: Fields) -> dict[str, Any]:
-    return _mistral(fields)
+    return mistral(fields)
 
 
 def _gemma(fields: Fields, period: int) -> dict[str, Any]:
@@ -142,10 +146,10 @@ def _gemma(fields: Fields, period: int) -> dict[str, Any]:
     local = {} if period == 2 else {"rope_scaling": {}, "rope_theta": fields["rope_local_base_freq"]}
 
     def rope(kind: str) -> Any:
-        return fields.rope(_head_dim(fields), kind, **(local if kind == "sliding_attention" else {}))
+        return fields.rope(head_dim(fields), kind, **(local if kind == "sliding_attention" else {}))
 
     return {
-        **_sizes(fields),
+        **sizes(fields),
         "activation": fields.choice("hidden_activation", _ACTIVATIONS),
         "norm": "rms_plus_one",
         "post_norms": True,
@@ -198,7 +202,7 @@ def _gpt2(fields: Fields) -> dict[str, Any]:
 def _mixtral(fields: Fields) -> dict[str, Any]:
     number = fields.size("num_local_experts")
     experts = Experts(number, fields.size("num_experts_per_tok"), fields.size("intermediate_size"))
-    return _mistral(fields) | {"experts": experts}
+    return mistral(fields) | {"experts": experts}
 
 
 def _qwen3_moe(fields: Fields) -> dict[str, Any]:
@@ -208,7 +212,7 @@ def _qwen3_moe(fields: Fields) -> dict[str, Any]:
     hidden, normalize = fields.size("moe_intermediate_size"), bool(fields["norm_topk_prob"])
     experts = Experts(number, fields.size("num_experts_per_tok"), hidden, normalize=normalize)
     window = fields["sliding_window"] if fields["use_sliding_window"] else None
-    kinds = fields.kinds(None, window, lambda kind: _rope(fields, kind))
+    kinds = fields.kinds(None, window, lambda kind: rope(fields, kind))
     return _qwen3(fields) | kinds | {"pattern": (), "experts": experts}
 
 
@@ -217,8 +221,8 @@ def _deepseek(fields: Fields) -> dict[str, Any]:
     for name, value in required.items():
         fields.require(name, value)
     fields.skip("num_nextn_predict_layers", "num_mtp_layers", "num_key_value_heads", "head_dim")
-    sizes = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    latent = Latent(*map(fields.size, sizes))
+    names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    latent = Latent(*map(fields.size, names))
     fields.require("qk_head_dim", None, latent.nope + latent.rope)
     hidden = fields.size("moe_intermediate_size")
     experts = Experts(
@@ -243,7 +247,7 @@ def _deepseek(fields: Fields) -> dict[str, Any]:
         "experts": experts,
         "kinds": (BlockKind(rope=rope),),
     }
-    return _sizes(fields) | changes | {"attention_scale": scale**2 * (latent.nope + latent.rope) ** -0.5}
+    return sizes(fields) | changes | {"attention_scale": scale**2 * (latent.nope + latent.rope) ** -0.5}
 
 
 def _gpt_oss(fields: Fields) -> dict[str, Any]:
@@ -261,28 +265,28 @@ def _gpt_oss(fields: Fields) -> dict[str, Any]:
     )
     activation = {"activation": "clamped_swiglu", "gated": False}
     attention = {"qkv_bias": bias, "out_bias": bias, "sinks": True}
-    kinds = fields.kinds(types, fields["sliding_window"], lambda kind: _rope(fields, kind))
-    return _sizes(fields) | kinds | activation | attention | {"experts": experts}
+    kinds = fields.kinds(types, fields["sliding_window"], lambda kind: rope(fields, kind))
+    return sizes(fields) | kinds | activation | attention | {"experts": experts}
 
 
-def _experts_of(prefix: str, gate: str, down: str, up: str) -> dict[str, str]:
+def experts_of(prefix: str, gate: str, down: str, up: str) -> dict[str, str]:
     names = {"gate": gate, "down": down, "up": up}
     return {f"{prefix}.{{e}}.{name}.weight": f"experts/{leaf}" for leaf, name in names.items()}
 
 
-_LLAMA_DEFAULTS: dict[str, Any] = {
+LLAMA_DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu",
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10_000.0,
     "tie_word_embeddings": False,
 }
-_MISTRAL_DEFAULTS = _LLAMA_DEFAULTS | {
+_MISTRAL_DEFAULTS = LLAMA_DEFAULTS | {
     "num_key_value_heads": 8,
     "max_position_embeddings": 131072,
     "sliding_window": 4096,
 }
-_GEMMA_DEFAULTS = _LLAMA_DEFAULTS | {
+_GEMMA_DEFAULTS = LLAMA_DEFAULTS | {
     "num_key_value_heads": 4,
     "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
@@ -301,7 +305,7 @@ _GEMMA3_DEFAULTS = _GEMMA_DEFAULTS | {
     "rope_local_base_freq": 10_000.0,
     "sliding_window_pattern": 6,
 }
-_PHI3_DEFAULTS = _LLAMA_DEFAULTS | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+_PHI3_DEFAULTS = LLAMA_DEFAULTS | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 _GPT2_DEFAULTS = {
     "n_positions": 1024,
     "layer_norm_epsilon": 1e-5,
@@ -318,7 +322,7 @@ _MIXTRAL_DEFAULTS = _MISTRAL_DEFAULTS | {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
-_DEEPSEEK_DEFAULTS = _LLAMA_DEFAULTS | {
+_DEEPSEEK_DEFAULTS = LLAMA_DEFAULTS | {
     "max_position_embeddings": 4096,
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
@@ -340,7 +344,7 @@ _DEEPSEEK_DEFAULTS = _LLAMA_DEFAULTS | {
     "first_k_dense_replace": 3,
     "rope_interleave": True,
 }
-_GPT_OSS_DEFAULTS = _LLAMA_DEFAULTS | {
+_GPT_OSS_DEFAULTS = LLAMA_DEFAULTS | {
     "num_key_value_heads": 8,
     "head_dim": 64,
     "max_position_embeddings": 131072,
@@ -351,7 +355,7 @@ _GPT_OSS_DEFAULTS = _LLAMA_DEFAULTS | {
     "num_experts_per_tok": 4,
     "attention_bias": True,
 }
-_QWEN_DEFAULTS = _LLAMA_DEFAULTS | {
+_QWEN_DEFAULTS = LLAMA_DEFAULTS | {
     "num_key_value_heads": 32,
     "max_position_embeddings": 32768,
     "use_sliding_window": False,
@@ -372,8 +376,8 @@ _GEMMA_NORMS = _POST_NORMS | {
     "pre_feedforward_layernorm.weight": "mlp/norm",
 }
 _PHI3_BLOCK = (
-    _PRE_NORMS
-    | _OUT
+    PRE_NORMS
+    | OUT
     | {
         "self_attn.qkv_proj.weight": ("attention/q", "attention/k", "attention/v"),
         "mlp.gate_up_proj.weight": ("mlp/gate", "mlp/up"),
@@ -401,8 +405,8 @@ _GPT2_BLOCK = {
     "mlp.c_proj.weight": "mlp/down",
     "mlp.c_proj.bias": "mlp/down_bias",
 }
-_MIXTRAL_BLOCK = _PRE_NORMS | _QKV | _OUT | {"block_sparse_moe.gate.weight": "router/kernel"}
-_QWEN3_MOE_BLOCK = _PRE_NORMS | _ATTENTION | {"mlp.gate.weight": "router/kernel"}
+_MIXTRAL_BLOCK = PRE_NORMS | QKV | OUT | {"block_sparse_moe.gate.weight": "router/kernel"}
+QWEN3_MOE_BLOCK = PRE_NORMS | _ATTENTION | {"mlp.gate.weight": "router/kernel"}
 _LATENT = {
     "self_attn.q_a_proj.weight": "attention/q_down",
     "self_attn.q_a_layernorm.weight": "attention/q_norm",
@@ -412,17 +416,17 @@ _LATENT = {
     "self_attn.kv_b_proj.weight": "attention/kv",
 }
 _DEEPSEEK_BLOCK = (
-    _PRE_NORMS
+    PRE_NORMS
     | _LATENT
-    | _OUT
+    | OUT
     | _MLP
     | {"mlp.gate.weight": "router/kernel", "mlp.gate.e_score_correction_bias": "router/choice_bias"}
     | {f"mlp.shared_experts.{name}_proj.weight": f"shared/{name}" for name in ("gate", "up", "down")}
 )
 _GPT_OSS_BLOCK = (
-    _PRE_NORMS
-    | _QKV
-    | _OUT
+    PRE_NORMS
+    | QKV
+    | OUT
     | {
         "self_attn.sinks": "attention/sinks",
         "mlp.router.weight": "router/kernel",
@@ -433,23 +437,23 @@ _GPT_OSS_BLOCK = (
         "mlp.experts.down_proj_bias": "experts/down_bias",
     }
 )
-_PROJECTIONS = "gate_proj", "down_proj", "up_proj"
+PROJECTIONS = "gate_proj", "down_proj", "up_proj"
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", _LLAMA_DEFAULTS, _llama, _OUTER, _LLAMA_BLOCK),
-    "mistral": Family("MistralForCausalLM", _MISTRAL_DEFAULTS, _mistral, _OUTER, _LLAMA_BLOCK),
-    "qwen2": Family("Qwen2ForCausalLM", _QWEN_DEFAULTS, _qwen2, _OUTER, _LLAMA_BLOCK),
-    "qwen3": Family("Qwen3ForCausalLM", _QWEN_DEFAULTS | {"head_dim": 128}, _qwen3, _OUTER, _LLAMA_BLOCK),
+    "llama": Family("LlamaForCausalLM", LLAMA_DEFAULTS, llama, OUTER, LLAMA_BLOCK),
+    "mistral": Family("MistralForCausalLM", _MISTRAL_DEFAULTS, mistral, OUTER, LLAMA_BLOCK),
+    "qwen2": Family("Qwen2ForCausalLM", _QWEN_DEFAULTS, _qwen2, OUTER, LLAMA_BLOCK),
+    "qwen3": Family("Qwen3ForCausalLM", _QWEN_DEFAULTS | {"head_dim": 128}, _qwen3, OUTER, LLAMA_BLOCK),
     "olmo2": Family(
         "Olmo2ForCausalLM",
-        _LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5},
-        _olmo2,
-        _OUTER,
-        _ATTENTION | _MLP | _POST_NORMS,
+        LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5},
+        olmo2,
+        OUTER,
+        POST_NORM_BLOCK,
     ),
-    "gemma2": Family("Gemma2ForCausalLM", _GEMMA2_DEFAULTS, _gemma2, _OUTER, _ATTENTION | _MLP | _GEMMA_NORMS),
-    "gemma3_text": Family("Gemma3ForCausalLM", _GEMMA3_DEFAULTS, _gemma3, _OUTER, _ATTENTION | _MLP | _GEMMA_NORMS),
-    "phi3": Family("Phi3ForCausalLM", _PHI3_DEFAULTS, _phi3, _OUTER, _PHI3_BLOCK),
+    "gemma2": Family("Gemma2ForCausalLM", _GEMMA2_DEFAULTS, _gemma2, OUTER, _ATTENTION | _MLP | _GEMMA_NORMS),
+    "gemma3_text": Family("Gemma3ForCausalLM", _GEMMA3_DEFAULTS, _gemma3, OUTER, _ATTENTION | _MLP | _GEMMA_NORMS),
+    "phi3": Family("Phi3ForCausalLM", _PHI3_DEFAULTS, _phi3, OUTER, _PHI3_BLOCK),
     "gpt2": Family(
         "GPT2LMHeadModel",
         _GPT2_DEFAULTS,
@@ -465,23 +469,24 @@ FAMILIES: dict[str, Family] = {
         "MixtralForCausalLM",
         _MIXTRAL_DEFAULTS,
         _mixtral,
-        _OUTER,
-        _MIXTRAL_BLOCK | _experts_of("block_sparse_moe.experts", "w1", "w2", "w3"),
+        OUTER,
+        _MIXTRAL_BLOCK | experts_of("block_sparse_moe.experts", "w1", "w2", "w3"),
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         _QWEN3_MOE_DEFAULTS,
         _qwen3_moe,
-        _OUTER,
-        _QWEN3_MOE_BLOCK | _experts_of("mlp.experts", *_PROJECTIONS),
+        OUTER,
+        QWEN3_MOE_BLOCK | experts_of("mlp.experts", *PROJECTIONS),
     ),
-    "gpt_oss": Family("GptOssForCausalLM", _GPT_OSS_DEFAULTS, _gpt_oss, _OUTER, _GPT_OSS_BLOCK),
+    "gpt_oss": Family("GptOssForCausalLM", _GPT_OSS_DEFAULTS, _gpt_oss, OUTER, _GPT_OSS_BLOCK),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
         _DEEPSEEK_DEFAULTS,
         _deepseek,
-        _OUTER,
-        _DEEPSEEK_BLOCK | _experts_of("mlp.experts", *_PROJECTIONS),
+        OUTER,
+        _DEEPSEEK_BLOCK | experts_of("mlp.experts", *PROJECTIONS),
+        has_predictors=True,
     ),
 }
 """model_type of config.json -> family."""

@@ -134,6 +134,7 @@ class Fields:
         base = scaling.pop("rope_theta", changes.get("rope_theta", self["rope_theta"])) or 10_000.0
         share = scaling.pop("partial_rotary_factor", self["partial_rotary_factor"])
         dims = None if share in (None, 1, 1.0) else int(head_dim * share)
+        kind = "longrope" if kind == "su" else kind  # the name in older files
         interleaved = bool(changes.get("interleaved", False))
         make = _KINDS.get(kind)
         if make is None:
@@ -149,6 +150,10 @@ class Fields:
             for name, value in scaling.items()
             if value is not None
         ]
+        for name in ("short", "long"):
+            if len(values.get(name, ())) not in (0, (dims or head_dim) // 2):
+                number = f"{len(values[name])} numbers, must be {(dims or head_dim) // 2}"
+                self.problems.append(f"rope_scaling.{name}_factor has {number}")
         return Rope(base=float(base), dims=dims, interleaved=interleaved, **values)
 
     def kinds(
@@ -222,9 +227,32 @@ def _yarn(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
     return {"kind": "yarn", **numbers, "truncate": truncate is not False, "attention_factor": float(attention_factor)}
 
 
+def _dynamic(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
+    scaling.pop("original_max_position_embeddings", None)
+    return {"kind": "dynamic", "factor": float(scaling.pop("factor")), "length": fields["max_position_embeddings"]}
+
+
+def _longrope(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
+    length, factor = _length(scaling, fields), scaling.pop("factor", None)
+    factor = float(factor or fields["max_position_embeddings"] / length)
+    attention_factor = scaling.pop("attention_factor", None)
+    if attention_factor is None:
+        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
+    short, long = (tuple(map(float, scaling.pop(f"{name}_factor"))) for name in ("short", "long"))
+    numbers = {"length": length, "attention_factor": float(attention_factor)}
+    return {"kind": "longrope", "short": short, "long": long, **numbers}
+
+
 def yarn_scale(factor: float, scale: float | int) -> float:
     """Return the factor of yarn for rows that are `factor` times longer: 0.1 scale log(factor) + 1."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1
 
 
-_KINDS = {"default": _plain, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+_KINDS = {
+    "default": _plain,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

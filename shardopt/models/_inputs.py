@@ -1,15 +1,19 @@
-"""Read and check a batch of tokens, and pass the marks of its tokens with the activations from block to block."""
+"""Read and check a batch of tokens; the mean of its loss."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from shardopt.core._errors import format_error
 from shardopt.core._types import PyTree, Weighted
+
+Params = dict[str, PyTree]
+Batch = PyTree  # a dict of arrays; `read_inputs` refuses others
+Tokens = Int[Array | np.ndarray, "B T"]
 
 
 class Inputs(NamedTuple):
@@ -22,6 +26,7 @@ class Inputs(NamedTuple):
       segment_ids: [B, T], int32, the document of each token; None is one document per row.
       positions: [B, T], int32, the position of each token in its document, for position embeddings; None uses `order`.
       order: [B, T], int32, the position of each token in its row; None is natural order.
+      whole: whether these are whole rows on each device, in natural order.
     """
 
     tokens: Array
@@ -30,15 +35,7 @@ class Inputs(NamedTuple):
     segment_ids: Array | None
     positions: Array | None
     order: Array | None
-
-
-class Activations(NamedTuple):
-    """Activations [B, T, D] with the marks of their tokens. Without marks, blocks get a plain array instead."""
-
-    x: Array
-    segment_ids: Array | None
-    positions: Array | None
-    order: Array | None
+    whole: bool = False
 
 
 def read_inputs(caller: str, batch: PyTree) -> Inputs:
@@ -79,29 +76,8 @@ def read_inputs(caller: str, batch: PyTree) -> Inputs:
         integers.get("segment_ids"),
         integers.get("positions"),
         integers.get("order"),
+        whole=not {"targets", "positions", "order"} & set(leaves),  # a context axis cannot split T + 1 tokens
     )
-
-
-def attach_marks(x: Float[Array, "B T D"], inputs: Inputs) -> Float[Array, "B T D"] | Activations:
-    """Return the input of the first block: the activations, plain unless the batch has marks of its tokens."""
-    marks = inputs.segment_ids, inputs.positions, inputs.order
-    return x if all(mark is None for mark in marks) else Activations(x, *marks)
-
-
-def make_block(
-    run: Callable[[PyTree, Array, Array | None, Array | None, Array | None], Array],
-) -> Callable[..., PyTree]:
-    """Return `block(weights, x)` of a `BlockModel` from `run(weights, x, segment_ids, positions, order)`."""
-
-    def block(weights: PyTree, x: PyTree) -> PyTree:
-        return x._replace(x=run(weights, *x)) if isinstance(x, Activations) else run(weights, x, None, None, None)
-
-    return block
-
-
-def plain_activations(x: PyTree) -> Array:
-    """Return the activations of the last block's output."""
-    return x.x if isinstance(x, Activations) else x
 
 
 def mean_loss(nats: Float[Array, "B T"], inputs: Inputs) -> Float[Array, ""] | Weighted:

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from shardopt import nn
-from shardopt.models._layers import places, rms_norm, rotate
+from shardopt.models._layers import rms_norm
 from shardopt.nn._low_rank import Weight
 
 _product = functools.partial(nn.quantized_einsum, precision=None)
@@ -49,58 +48,33 @@ class Latent(NamedTuple):
         }
 
 
-def latent_attention(
-    weights: dict[str, Weight],
-    x: Float[Array, "B T D"],
-    latent: Latent,
-    *,
-    rope_base: float,
-    epsilon: float,
-    segment_ids: Int[Array, "B T"] | None = None,
-    positions: Int[Array, "B T"] | None = None,
-    order: Int[Array, "B T"] | None = None,
-) -> Float[Array, "B T D"]:
-    """Return causal self-attention of queries, keys and values that are computed from narrow, normed vectors.
-
-        [query; rotated query] = norm(x q_down) q          [c; r] = x kv_down          [key; value] = norm(c) kv
-        attention of (query; rotate(rotated query)) to (key; rotate(r)), r the same for all heads, times out
-
-    Scores are divided by sqrt(nope + rope). "q", "kv" and "out" have a dim of heads, which is sharded over tensor. All devices
-    of tensor compute the same narrow products.
-
-    Args:
-      weights: arrays of one block with the shapes of `Latent.shapes`.
-      x: T positions.
-      latent: the sizes.
-      rope_base: the longest wavelength of the rotary positions, divided by 2 pi.
-      epsilon: the number that norms add to the mean square.
-      segment_ids: the document of each token; tokens attend only to their own document. None is one document per row.
-      positions: the rotary position of each token, as in `layers.places`.
-      order: the position of each token in its row, for the causal mask; None is natural order.
-
-    References:
-      DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1, equations 9 to 19; "DeepSeek-V3", 2024, section 2.1.1.
-    """
-    token_positions = places(x.shape[1], positions, order)
-    rotate_keys = lambda x: rotate(x, token_positions, rope_base)  # noqa: E731
-    qkv = checkpoint_name(latent_qkv(weights, x, latent, rotate_keys, epsilon), "qkv")
-    mixed = nn.attention(*qkv, segment_ids=segment_ids, positions=order)
-    return checkpoint_name(_product("bthk,hkd->btd", mixed, weights["out"]), "attention_out")
-
-
 def latent_qkv(
     weights: dict[str, Weight],
     x: Float[Array, "B T D"],
     latent: Latent,
     rotate_dims: Callable[[Array], Array],
-    epsilon: float = 1e-6,
 ) -> tuple[Array, Array, Array]:
-    """Return queries and keys [B, T, H, nope + rope] and values [B, T, H, value]; `rotate_dims` rotates [B, T, ?, rope]."""
-    narrow = rms_norm(_product("btd,dq->btq", x, weights["q_down"]), weights["q_norm"], epsilon)
+    """Return queries and keys [B, T, H, nope + rope] and values [B, T, H, value], computed from narrow, normed vectors.
+
+        [query; rotated query] = norm(x q_down) q          [c; r] = x kv_down          [key; value] = norm(c) kv
+        queries (query; rotate(rotated query)) and keys (key; rotate(r)), r the same for all heads
+
+    "q", "kv" and "out" have a dim of heads, which is sharded over tensor. All devices of tensor compute the same narrow products.
+
+    Args:
+      weights: arrays of one block with the shapes of `Latent.shapes`.
+      x: T positions.
+      latent: the sizes.
+      rotate_dims: rotates [B, T, ?, rope].
+
+    References:
+      DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1, equations 9 to 19; "DeepSeek-V3", 2024, section 2.1.1.
+    """
+    narrow = rms_norm(_product("btd,dq->btq", x, weights["q_down"]), weights["q_norm"])
     query, rotary_query = jnp.split(_product("btq,qhk->bthk", narrow, weights["q"]), [latent.nope], axis=-1)
     query = jnp.concatenate([query, rotate_dims(rotary_query)], axis=-1)
     narrow, rotary_key = jnp.split(_product("btd,dk->btk", x, weights["kv_down"]), [latent.key], axis=-1)
-    narrow = rms_norm(narrow, weights["kv_norm"], epsilon)
+    narrow = rms_norm(narrow, weights["kv_norm"])
     key, value = jnp.split(_product("btr,rhk->bthk", narrow, weights["kv"]), [latent.nope], axis=-1)
     rotary_key = rotate_dims(rotary_key[:, :, None])
     return query, jnp.concatenate([key, jnp.broadcast_to(rotary_key, (*key.shape[:3], latent.rope))], axis=-1), value

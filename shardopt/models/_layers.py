@@ -1,36 +1,23 @@
-"""The parts of a transformer block as pure functions that never merge the dims of heads and hidden units.
+"""The parts of the decoder that read no config: norms, rotary positions, and how sequence parallelism shards activations.
 
 Suffixes: B sequences, T positions, S cached positions, D width, H heads, K width of a head, F hidden units.
 """
 
-import functools
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from shardopt import nn
-from shardopt.mesh import device_kind_or_default
-from shardopt.nn._attention import masked_attention
-from shardopt.nn._low_precision import Precision
-from shardopt.nn._low_rank import Weight
+from shardopt.collectives import constrain_tensor
+from shardopt.collectives._per_device import TENSOR
+from shardopt.core._errors import format_error
+from shardopt.mesh import device_kind_or_default, mesh_under_trace
 
 Tree = TypeVar("Tree")
-
-
-class KVCache(NamedTuple):
-    """Keys and values of the positions so far, of one block (or stacked, with one more dim in front).
-
-    Attributes:
-      key: [B, S, H, K], already rotated.
-      value: [B, S, H, K].
-    """
-
-    key: Array
-    value: Array
 
 
 def cast(tree: Tree, dtype: DTypeLike | None) -> Tree:
@@ -58,27 +45,20 @@ def rms_norm(
     return (wide * inverse).astype(x.dtype) * jnp.broadcast_to(scale, x.shape)
 
 
-def rotate(x: Float[Array, "B T H K"], positions: Int[Array, "*B T"], base: float) -> Float[Array, "B T H K"]:
-    """Rotate component pair i of the vector at position t by the angle t * base^(-2i/K); positions are [T] or [B, T].
-
-    The product of a rotated query and a rotated key then depends only on the distance of their positions.
-
-    References:
-      Su, Lu, Pan, Murtadha, Wen and Liu, "RoFormer: Enhanced Transformer with Rotary Position Embedding",
-      2021, equation 34; the pairs here are components i and i + K/2.
-    """
-    half = x.shape[-1] // 2
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    return rotate_by(x, positions, base ** (-jnp.arange(half, dtype=wide) / half))
-
-
 def rotate_by(
     x: Float[Array, "B T H K"],
     positions: Int[Array, "*B T"],
     frequencies: Float[Array, " K/2"],
     factor: float | Float[Array, ""] = 1.0,
 ) -> Float[Array, "B T H K"]:
-    """Rotate component pair i of the vector at position t by the angle t * frequencies[i], and scale it by `factor`."""
+    """Rotate component pair i of the vector at position t by the angle t * frequencies[i], and scale it by `factor`.
+
+    Positions are [T] or [B, T]. The product of a rotated query and a rotated key depends only on the distance of their positions.
+
+    References:
+      Su, Lu, Pan, Murtadha, Wen and Liu, "RoFormer: Enhanced Transformer with Rotary Position Embedding",
+      2021, equation 34; the pairs here are components i and i + K/2.
+    """
     half = x.shape[-1] // 2
     wide = jnp.promote_types(x.dtype, jnp.float32)
     angles = positions.astype(wide)[..., None] * jnp.expand_dims(frequencies, range(positions.ndim))
@@ -121,100 +101,13 @@ def places(length: int, positions: Int[Array, "B T"] | None, order: Int[Array, "
     return nn.positions(length) if explicit_positions is None else explicit_positions
 
 
-def attention(
-    weights: dict[str, Weight],
-    x: Float[Array, "B T D"],
-    *,
-    rope_base: float,
-    cache: KVCache | None = None,
-    start: Int[Array, ""] | int = 0,
-    segment_ids: Int[Array, "B T"] | None = None,
-    positions: Int[Array, "B T"] | None = None,
-    order: Int[Array, "B T"] | None = None,
-    precision: Precision | None = None,
-) -> tuple[Float[Array, "B T D"], KVCache | None]:
-    """Return causal self-attention with rotary positions, and the cache extended by these T positions.
-
-    Both weights have a dim of heads. A tensor axis that shards this dim splits the projections, the softmax and the sum over
-    heads, with no reshape in between.
-
-    Args:
-      weights: "qkv" [D, 3, H, K] and "out" [H, K, D].
-      x: T positions, beginning with position `start`.
-      rope_base: the longest wavelength of the rotary positions, divided by 2 pi.
-      cache: keys and values of earlier positions, which queries also attend to; None for no earlier positions.
-      start: position of `x[:, 0]`, 0 without a cache.
-      segment_ids: the document of each token; tokens attend only to their own document. None is one document per row. Not with
-        a cache.
-      positions: the rotary position of each token, as in `places`; with a cache the positions are `start`, `start` + 1, ...
-      order: the position of each token in its row, for the causal mask; None is natural order. Not with a cache.
-      precision: precision of the products with weights, as in `so.nn.quantized_einsum`.
-    """
-    # The dim of parts stays where the product puts it: moving it to the front would cost a transposition each way.
-    query, key, value = _split_parts(nn.quantized_einsum("btd,dchk->btchk", x, weights["qkv"], precision=precision))
-    if cache is not None:
-        token_positions = start + jnp.arange(x.shape[1])
-        query, key = rotate(query, token_positions, rope_base), rotate(key, token_positions, rope_base)
-        cache = KVCache(_write_cache(cache.key, key, start), _write_cache(cache.value, value, start))
-        mixed = masked_attention(query, *cache, _visible(token_positions, cache.key.shape[1])[None])
-    else:
-        token_positions = places(x.shape[1], positions, order)
-        qkv = checkpoint_name(
-            (rotate(query, token_positions, rope_base), rotate(key, token_positions, rope_base), value), "qkv"
-        )
-        mixed = nn.attention(*qkv, segment_ids=segment_ids, positions=order)
-    out = nn.quantized_einsum("bthk,hkd->btd", mixed, weights["out"], precision=precision)
-    return checkpoint_name(out, "attention_out"), cache
+def visible(queries: Int[Array, "B T"], length: int, window: Int[Array, ""] | int) -> Bool[Array, "B T S"]:
+    """Return which of the first `length` positions the queries at these positions see, the last `window` of them."""
+    distance = queries[:, :, None] - jnp.arange(length)[None, None]
+    return (distance >= 0) & (distance < window)
 
 
-def grouped_attention(
-    weights: dict[str, Weight],
-    x: Float[Array, "B T D"],
-    *,
-    rope_base: float | None,
-    segment_ids: Int[Array, "B T"] | None = None,
-    positions: Int[Array, "B T"] | None = None,
-    order: Int[Array, "B T"] | None = None,
-    precision: Precision | None = None,
-) -> Float[Array, "B T D"]:
-    """Return causal self-attention in which several query heads share each head of keys and values.
-
-    Args:
-      weights: "q" [D, H, K], "kv" [D, G, 2 K] and "out" [H, K, D].
-      x: T positions.
-      rope_base: the longest wavelength of the rotary positions, divided by 2 pi; None rotates nothing.
-      segment_ids: as in `attention`.
-      positions: as in `attention`.
-      order: as in `attention`.
-      precision: as in `attention`.
-    """
-    query = nn.quantized_einsum("btd,dhk->bthk", x, weights["q"], precision=precision)
-    key, value = jnp.split(nn.quantized_einsum("btd,dgk->btgk", x, weights["kv"], precision=precision), 2, axis=-1)
-    if rope_base is not None:
-        token_positions = places(x.shape[1], positions, order)
-        query, key = rotate(query, token_positions, rope_base), rotate(key, token_positions, rope_base)
-    qkv = checkpoint_name((query, key, value), "qkv")
-    mixed = nn.attention(*qkv, segment_ids=segment_ids, positions=order)
-    out = nn.quantized_einsum("bthk,hkd->btd", mixed, weights["out"], precision=precision)
-    return checkpoint_name(out, "attention_out")
-
-
-def swiglu(
-    weights: dict[str, Weight], x: Float[Array, "B T D"], *, precision: Precision | None = None
-) -> Float[Array, "B T D"]:
-    """Return silu(x @ gate) * (x @ up) @ down; `weights` holds "up" [D, 2, F] (gate first) and "down" [F, D].
-
-    `precision` is the precision of the products, as in `so.nn.quantized_einsum`.
-
-    References:
-      Shazeer, "GLU Variants Improve Transformer", 2020, equation 6.
-    """
-    hidden = nn.quantized_einsum("btd,dcf->btcf", x, weights["up"], precision=precision)
-    gate, up = _split_parts(checkpoint_name(hidden, "mlp_hidden"))
-    return _gated_down(precision, gate, up, weights["down"])
-
-
-def _split_parts(x: Array) -> list[Array]:
+def split_parts(x: Array) -> list[Array]:
     """Cut [B, T, C, ...] into C parts [B, T, ...].
 
     The gradient of a split is one concatenation. The gradient of indexing would be a sum of paddings.
@@ -222,15 +115,27 @@ def _split_parts(x: Array) -> list[Array]:
     return [jnp.squeeze(part, 2) for part in jnp.split(x, x.shape[2], axis=2)]
 
 
-@functools.partial(jax.checkpoint, static_argnums=(0,))
-def _gated_down(precision: Precision | None, gate: Array, up: Array, down: Weight) -> Array:
-    """Return silu(gate) * up @ down; the backward pass stores gate and up, and recomputes the input of the product."""
-    return nn.quantized_einsum("btf,fd->btd", jax.nn.silu(gate) * up, down, precision=precision)
+def shard_positions(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """Return x with its positions sharded over tensor.
+
+    Raises:
+      ValueError: if tensor does not divide them.
+    """
+    tensor_size = mesh_under_trace().shape.get(TENSOR, 1)
+    if x.shape[1] % tensor_size:
+        problem = (
+            f"sequence_parallel shards {x.shape[1]} positions over tensor={tensor_size}, which does not divide them."
+        )
+        fix = f"choose a length that {tensor_size} divides, or leave sequence_parallel out."
+        raise ValueError(format_error("decoder", problem, fix=fix))
+    return constrain_tensor([x], [PartitionSpec(None, TENSOR, None)])[0]
 
 
-def _visible(positions: Array, length: int) -> Array:
-    return jnp.arange(length)[None, :] <= positions[:, None]
+def shard_last(x: Float[Array, "... F"]) -> Float[Array, "... F"]:
+    """Return x with its last dim sharded over tensor."""
+    return constrain_tensor([x], [PartitionSpec(*[None] * (x.ndim - 1), TENSOR)])[0]
 
 
-def _write_cache(old: Array, new: Array, start: Array | int) -> Array:
-    return jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=1)
+def gather_positions(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """Return x with all positions on each device of tensor."""
+    return constrain_tensor([x], [PartitionSpec()])[0]

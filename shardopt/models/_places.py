@@ -101,8 +101,15 @@ def check_tensors(folder: object, shapes: Mapping[str, tuple[int, ...]], places:
 
 
 def is_ignored(name: str, config: DecoderConfig, family: Family) -> bool:
-    """Return whether a tensor of a file is no weight: a buffer, or a copy of the tied embedding."""
+    """Return whether a tensor of a file is no weight of the decoder.
+
+    It is a buffer, a copy of the tied embedding, or of a block after the last one, which predicts further tokens.
+    """
     is_tied_copy = config.tied and family.outer.get(name) == "head"
+    before, _, after = family.prefix.partition("{i}")
+    block = re.match(rf"{re.escape(before)}(\d+){re.escape(after)}", name) if family.has_predictors else None
+    if block is not None and int(block[1]) >= config.num_layers:
+        return True
     return is_tied_copy or any(re.search(pattern, name) for pattern in family.ignored)
 
 

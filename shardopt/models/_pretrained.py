@@ -22,9 +22,10 @@ from shardopt.core._errors import calling, error_text
 from shardopt.core._types import PyTree, TrainState, leaves_with_paths
 from shardopt.models import decoder
 from shardopt.models._decoder_config import DecoderConfig
-from shardopt.models._families import FAMILIES
 from shardopt.models._fields import Fields, check_fields
+from shardopt.models._more_families import FAMILIES, UNFIT
 from shardopt.models._places import Place, check_tensors, is_ignored, places_of, tensor_shape
+from shardopt.models._quantized_files import Quantized, join_quantized, read_quantization
 from shardopt.models._tensor_files import Part, Tensor, header_of, read_header
 from shardopt.optimizers import Matrix
 from shardopt.step._optimizer import ShardedOptimizer
@@ -34,6 +35,7 @@ _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetenso
 _COPIED = ("tokenizer*", "*token*.json", "vocab.*", "merges.txt", "*.jinja", "generation_config.json")
 _UNFINISHED = ".unfinished"
 Bounds = tuple[tuple[int, int], ...]
+Source = Tensor | Quantized
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Pretrained:
       model: the decoder as a `BlockModel`.
       family: the model_type in `config.json`, or the family that the caller named.
       hf_config: the content of config.json.
-      tensors: the tensors of the files, by name.
+      tensors: the tensors of the files, by name; weights in mxfp4 and fp8 are floats when they are read.
     """
 
     folder: Path
@@ -54,7 +56,7 @@ class Pretrained:
     model: BlockModel
     family: str
     hf_config: Mapping[str, Any] = dataclasses.field(repr=False)
-    tensors: Mapping[str, Tensor] = dataclasses.field(repr=False)
+    tensors: Mapping[str, Source] = dataclasses.field(repr=False)
     param_dtype: DTypeLike | None = None
 
     @property
@@ -131,7 +133,7 @@ class Pretrained:
         if shardings is None:
             device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
             shardings = jax.tree.map(lambda _: device, self.abstract_params)
-        sources: dict[str, list[tuple[Tensor, Place]]] = {}
+        sources: dict[str, list[tuple[Source, Place]]] = {}
         for name, places in self.places.items():
             for place in places:
                 sources.setdefault(place.leaf, []).append((self.tensors[name], place))
@@ -179,7 +181,7 @@ class Pretrained:
             different = [path for path in shapes.keys() | expected.keys() if shapes.get(path) != expected.get(path)]
             problems = [f"{path}: {shapes.get(path)}, must be {expected.get(path)}" for path in sorted(different)]
             raise ValueError(error_text("the parameters are not those of the model.", problems))
-        hf_config = dict(self.hf_config)
+        hf_config = {name: value for name, value in self.hf_config.items() if name != "quantization_config"}
         if dtype is not None:
             hf_config.pop("torch_dtype", None)
             hf_config["dtype"] = np.dtype(dtype).name
@@ -254,6 +256,7 @@ def from_pretrained(
     param_dtype: DTypeLike | None = None,
     dtype: DTypeLike | None = None,
     remat: Remat = None,
+    loss_chunk: int | None = None,
 ) -> Pretrained:
     """Read the config.json and the headers of a folder of open weights; no code of the folder is run.
 
@@ -263,6 +266,7 @@ def from_pretrained(
       param_dtype: the dtype of the parameters; None keeps the dtypes of the files.
       dtype: dtype of activations and products, as in `decoder.DecoderConfig`.
       remat: what the backward pass recomputes, as in `BlockModel`.
+      loss_chunk: positions whose logits are held at a time, as in `decoder.DecoderConfig`.
 
     Returns:
       A `Pretrained` with `model`, `config`, `rules`, `load` and `save`.
@@ -293,23 +297,27 @@ def from_pretrained(
     if name not in FAMILIES:
         problem = f"{folder} has model_type {name!r}, which is none of {', '.join(FAMILIES)}."
         fix = "pass family=... if the mathematics of the model is that of a known family."
+        if name in UNFIT:
+            problem = f"{folder} has model_type {name!r}, which the decoder cannot be: {UNFIT[name]}."
+            fix = "take a model of a family that docs/howto/open_weights.md lists."
         raise ValueError(error_text(problem, fix=fix))
     fields = Fields(hf_config, FAMILIES[name].defaults)
     if family is None:
         fields.require("architectures", None, [FAMILIES[name].architecture])
-    config_fields = FAMILIES[name].read(fields)
+    config_fields, quantization = FAMILIES[name].read(fields), read_quantization(fields)
     check_fields(folder, fields)
     config = DecoderConfig(**config_fields)
-    tensors: dict[str, Tensor] = {}
+    headers: dict[str, Tensor] = {}
     for path in _weight_files(folder):
-        tensors |= read_header(path)
-    tensors = {tensor: place for tensor, place in tensors.items() if not is_ignored(tensor, config, FAMILIES[name])}
+        headers |= read_header(path)
+    headers = {tensor: entry for tensor, entry in headers.items() if not is_ignored(tensor, config, FAMILIES[name])}
+    tensors: dict[str, Source] = join_quantized(headers, quantization)
     places = places_of(config, FAMILIES[name])
     if not any(tensor.startswith(FAMILIES[name].optional) for tensor in tensors):
         tensors = {FAMILIES[name].optional + tensor: entry for tensor, entry in tensors.items()}
     check_tensors(folder, {tensor: entry.shape for tensor, entry in tensors.items()}, places)
     stored = tensors[next(iter(places))].dtype if param_dtype is None else param_dtype
-    config = dataclasses.replace(config, param_dtype=stored, dtype=dtype)
+    config = dataclasses.replace(config, param_dtype=stored, dtype=dtype, loss_chunk=loss_chunk)
     return Pretrained(folder, config, decoder.model(config, remat=remat), name, hf_config, tensors, param_dtype)
 
 
@@ -322,7 +330,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _load_leaf(leaf: jax.ShapeDtypeStruct, sharding: Sharding, sources: list[tuple[Tensor, Place]]) -> jax.Array:
+def _load_leaf(leaf: jax.ShapeDtypeStruct, sharding: Sharding, sources: list[tuple[Source, Place]]) -> jax.Array:
     """Return a leaf whose shards on this process were read from the files."""
     indices = sharding.addressable_devices_indices_map(leaf.shape)
     shards: dict[Bounds, np.ndarray] = {}
@@ -333,8 +341,7 @@ def _load_leaf(leaf: jax.ShapeDtypeStruct, sharding: Sharding, sources: list[tup
         view = tensor.view()
         for bounds, shard in shards.items():
             if (places := _places_in(place, bounds)) is not None:
-                part = Part(tensor, place.of(view)[places.inner], view.__array_interface__["data"][0])
-                shard[places.outer] = part.read()
+                shard[places.outer] = tensor.read(place.of(view)[places.inner], view.__array_interface__["data"][0])
         del view
     return jax.make_array_from_callback(leaf.shape, sharding, lambda index: shards[_bounds(index, leaf.shape)])
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from shardopt.core._errors import format_error
 
-Kind = Literal["default", "linear", "llama3", "yarn"]
+Kind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,15 +18,18 @@ class Rope:
     Attributes:
       base: the longest wavelength, divided by 2 pi.
       kind: how frequencies are changed for longer rows than a model was first trained on. "linear" divides all by `factor`.
-        "llama3" divides low ones, and "yarn" too, each with a smooth transition of its own.
+        "llama3" divides low ones, and "yarn" too, each with a smooth transition of its own. "longrope" divides each by a number
+        of its own. "dynamic" and "longrope" change frequencies in rows that are longer than `length`.
       dims: how many dims of a head rotate, the first ones; None rotates all.
       interleaved: whether a pair is components 2i and 2i + 1, not i and i + dims / 2.
       factor: how many times longer the rows are.
-      length: positions of the first training, for "llama3" and "yarn".
+      length: positions of the first training, for all kinds but "default" and "linear".
       slow: turns within `length` below which a frequency is divided by the whole factor: `low_freq_factor`, `beta_slow`.
       fast: turns within `length` above which a frequency stays: `high_freq_factor`, `beta_fast`.
       truncate: whether "yarn" rounds the bounds of its transition to whole pairs.
       attention_factor: the factor of rotated queries and keys.
+      short: "longrope" divides the frequencies by these numbers in rows of at most `length` positions.
+      long: "longrope" divides by these in longer rows.
 
     Raises:
       ValueError: if the kind is unknown, or a number is not positive.
@@ -42,6 +45,8 @@ class Rope:
     fast: float = 4.0
     truncate: bool = True
     attention_factor: float = 1.0
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
 
     def __post_init__(self):
         if self.kind not in get_args(Kind):
@@ -53,19 +58,26 @@ class Rope:
         ]:
             raise ValueError(format_error("Rope", "a number cannot be used.", problems))
 
-    def frequencies(self, head_dim: int) -> np.ndarray:
+    def frequencies(self, head_dim: int, row_length: int = 1) -> np.ndarray:
         """Return the angle of each pair between neighbouring positions, [dims / 2], in float64.
 
         References:
           "linear": Chen et al., "Extending Context Window of Large Language Models via Positional Interpolation", 2023;
-          "yarn": Peng, Quesnelle, Fan and Shippole, "YaRN", 2023, section 3.2; "llama3": Llama 3.1's reference code.
+          "yarn": Peng, Quesnelle, Fan and Shippole, "YaRN", 2023, section 3.2; "longrope": Ding et al., "LongRoPE", 2024;
+          "llama3": Llama 3.1's reference code.
         """
         dims = head_dim if self.dims is None else self.dims
-        plain = self.base ** (-np.arange(0, dims, 2) / dims)
+        exponents = -np.arange(0, dims, 2) / dims
+        plain = self.base**exponents
         if self.kind == "default":
             return plain
         if self.kind == "linear":
             return plain / self.factor
+        if self.kind == "dynamic":
+            stretch = self.factor * max(row_length, self.length) / self.length - (self.factor - 1)
+            return (self.base * stretch ** (dims / (dims - 2))) ** exponents
+        if self.kind == "longrope":
+            return plain / np.asarray(self.long if row_length > self.length else self.short)
         if self.kind == "llama3":
             turns = self.length * plain / (2 * math.pi)
             stays = np.clip((turns - self.slow) / (self.fast - self.slow), 0, 1)

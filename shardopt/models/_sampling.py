@@ -1,7 +1,6 @@
 """Continue a prompt token by token, with any of the decoders of this package."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,25 +8,28 @@ from jaxtyping import Array, Float, Int
 
 from shardopt.core._errors import format_error, plural
 from shardopt.models import decoder, gpt, moe
+from shardopt.models._decoder_block import KVCache, apply_cached_block
+from shardopt.models._decoder_config import DecoderConfig
+from shardopt.models._inputs import Inputs, Params, Tokens
 
-Config = gpt.GPTConfig | moe.MoEConfig | decoder.DecoderConfig
+Config = gpt.GPTConfig | moe.MoEConfig | DecoderConfig
 
 
 def sample(
-    params: gpt.Params,
+    params: Params,
     config: Config,
-    prompt: gpt.Tokens,
+    prompt: Tokens,
     rng: jax.Array,
     *,
     num_tokens: int,
     temperature: float = 1.0,
     top_k: int | None = None,
 ) -> Int[Array, "B S"]:
-    """Continue a prompt token by token; a GPT caches keys and values, and other decoders run the whole row again.
+    """Continue a prompt token by token, with a cache of keys and values.
 
     Args:
-      params: the parameters; of a GPT on one device or sharded, of other decoders on one device.
-      config: the shape of the model.
+      params: the parameters, on one device or sharded.
+      config: the shape of the model: of a GPT, of a moe, or a `DecoderConfig` as `from_pretrained` reads it.
       prompt: token ids, at least one per row.
       rng: a jax random key.
       num_tokens: how many tokens to add.
@@ -51,13 +53,14 @@ def sample(
     """
     sizes = {"vocab_size": config.vocab_size, "max_length": config.max_length}
     check_sampling(prompt.shape[1], num_tokens, temperature, top_k, **sizes)
+    config = config if isinstance(config, DecoderConfig) else config.decoder
     return _sample(params, config, jnp.asarray(prompt, jnp.int32), rng, num_tokens, temperature, top_k)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "num_tokens", "temperature", "top_k"))
 def _sample(
-    params: gpt.Params,
-    config: Config,
+    params: Params,
+    config: DecoderConfig,
     prompt: Int[Array, "B T"],
     rng: jax.Array,
     num_tokens: int,
@@ -65,43 +68,46 @@ def _sample(
     top_k: int | None,
 ) -> Int[Array, "B S"]:
     batch_size, prompt_length = prompt.shape
-    length = prompt_length + num_tokens
-    if isinstance(config, gpt.GPTConfig):
-        advance = functools.partial(gpt.advance, params, config)
-        cache: Any = gpt.empty_cache(params, batch_size, length, config.dtype)
-    else:
-        advance = functools.partial(_run_row, params, config)
-        cache = jnp.zeros((batch_size, length), jnp.int32)
-    logits, cache = advance(prompt, cache, jnp.int32(0))
+    caches = empty_caches(config, params, batch_size, prompt_length + num_tokens)
+    logits, caches = advance(config, params, prompt, caches, jnp.int32(0))
 
     def add_token(carry, i):
-        logits, cache = carry
+        logits, caches = carry
         token = draw(logits, jax.random.fold_in(rng, i), temperature, top_k)
-        logits, cache = advance(token[:, None], cache, prompt_length + i)
-        return (logits[:, -1], cache), token
+        logits, caches = advance(config, params, token[:, None], caches, prompt_length + i)
+        return (logits[:, -1], caches), token
 
-    _, new_tokens = jax.lax.scan(add_token, (logits[:, -1], cache), jnp.arange(num_tokens, dtype=jnp.int32))
+    _, new_tokens = jax.lax.scan(add_token, (logits[:, -1], caches), jnp.arange(num_tokens, dtype=jnp.int32))
     return jnp.concatenate([prompt, new_tokens.T], axis=1)
 
 
-def _run_row(
-    params: gpt.Params,
-    config: moe.MoEConfig | decoder.DecoderConfig,
-    tokens: gpt.Tokens,
-    row: Int[Array, "B S"],
-    start: Int[Array, ""],
-) -> tuple[Float[Array, "B T V"], Int[Array, "B S"]]:
-    """Return the logits after each of T tokens at positions `start`, ..., and the row with these tokens.
+Caches = dict[str, KVCache]
 
-    The whole row runs again. Positions after these tokens have no effect, since attention is causal.
-    """
-    row = jax.lax.dynamic_update_slice_in_dim(row, tokens, start, axis=1)
-    logits = (
-        moe.logits_of(config, params, row)
-        if isinstance(config, moe.MoEConfig)
-        else decoder.logits_of(config, params, row)
-    )
-    return jax.lax.dynamic_slice_in_dim(logits, start, tokens.shape[1], axis=1), row
+
+def empty_caches(config: DecoderConfig, params: Params, batch_size: int, length: int) -> Caches:
+    """Return caches for `advance`: zeros, for each group of stacked blocks."""
+    L, G = config.num_layers - config.num_first, config.kv_heads
+    key_width, value_width = config.head_width, config.latent.value if config.latent else config.head_width
+    dtype = config.dtype or params["embedding"].dtype
+
+    def zeros(count: int) -> KVCache:
+        return KVCache(*(jnp.zeros((count, batch_size, length, G, width), dtype) for width in (key_width, value_width)))
+
+    first = {"first_blocks": zeros(config.num_first)} if config.num_first else {}
+    return first | {"blocks": zeros(L)}
+
+
+def advance(
+    config: DecoderConfig, params: Params, tokens: Tokens, caches: Caches, start: Int[Array, ""]
+) -> tuple[Float[Array, "B T V"], Caches]:
+    """Return the logits after each of T tokens at positions `start`, `start` + 1, ..., and the new caches."""
+    positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    stream = decoder.embed_tokens(config, params, Inputs(tokens, tokens, None, None, positions, None))
+    new_caches = {}
+    run_block = lambda stream, block: apply_cached_block(config, block[0], stream, block[1], start)  # noqa: E731
+    for group in ("first_blocks", "blocks") if config.num_first else ("blocks",):
+        stream, new_caches[group] = jax.lax.scan(run_block, stream, (params[group], caches[group]))
+    return decoder.last_logits(config, params, stream.x), new_caches
 
 
 def check_sampling(

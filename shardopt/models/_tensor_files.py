@@ -23,6 +23,7 @@ _DTYPES = {
     "BF16": np.dtype(jnp.bfloat16),
     "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
     "F8_E5M2": np.dtype(jnp.float8_e5m2),
+    "F8_E8M0": np.dtype(jnp.float8_e8m0fnu),
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _MAX_HEADER = 2**28
@@ -63,6 +64,10 @@ class Tensor(NamedTuple):
     def view(self) -> np.ndarray:
         """Return the tensor as a read-only map of its file; reading it in place would read whole pages."""
         return np.memmap(self.path, self.dtype, mode="r", offset=self.offset, shape=self.shape)
+
+    def read(self, view: np.ndarray, start: int) -> np.ndarray:
+        """Return the numbers of a part, a view of `view()`; `start` is the address of its first byte."""
+        return Part(self, view, start).read()
 
 
 def read_header(path: Path) -> dict[str, Tensor]:

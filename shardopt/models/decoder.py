@@ -14,13 +14,13 @@ from jaxtyping import Array, Float
 from shardopt import nn
 from shardopt.core._block_model import BlockModel
 from shardopt.core._block_remat import Remat
-from shardopt.core._types import Weighted, leaves_with_paths
+from shardopt.core._types import Loss, PyTree, leaves_with_paths
 from shardopt.models import _layers as layers
 from shardopt.models._decoder_block import Stream, apply_block, apply_norm, block_shapes
 from shardopt.models._decoder_config import BlockKind, DecoderConfig, Experts
-from shardopt.models._inputs import Inputs, mean_loss, read_inputs
+from shardopt.models._inputs import Batch, Inputs, Params, Tokens, mean_loss, read_inputs
 from shardopt.models._rope import Rope
-from shardopt.models.gpt import Batch, Params, Tokens
+from shardopt.models._routers import balanced_loss, first_routers
 from shardopt.nn._flash import capped
 from shardopt.optimizers import Matrix
 
@@ -43,14 +43,20 @@ _Entry = TypeVar("_Entry")
 
 _BLOCK_RULES = (
     ("attention/(q|k|v|kv)$", (None, "tensor")),
-    ("attention/((q|k|v)_bias|sinks)$", ("tensor",)),
+    ("attention/((q|k|v|kv)_bias|sinks)$", ("tensor",)),
     ("attention/out$", ("tensor",)),
     ("(mlp|shared)/(gate|up)$", (None, "tensor")),
     ("(mlp|shared)/((gate|up)_bias|down)$", ("tensor",)),
     ("experts/(gate|up)$", (None, None, "tensor")),
     ("experts/((gate|up)_bias|down)$", (None, "tensor")),
 )
+_FUSED_RULES = (
+    ("(attention/qkv|mlp/up)$", (None, None, "tensor")),
+    ("(attention/qkv|mlp/up)_bias$", (None, "tensor")),
+)
+"""Rules of `DecoderConfig.fused`, whose products have one more dim; they come before the others."""
 _BLOCK_MATRICES = (
+    ("attention/qkv$", Matrix(rows=1, columns=(3, 4))),
     ("attention/(q|k|v|kv)$", Matrix(rows=1, columns=(2, 3))),
     ("attention/out$", Matrix(rows=(1, 2), columns=3)),
     ("(attention/(q|kv)_down|(mlp|shared)/(gate|up|down))$", Matrix(rows=1, columns=2)),
@@ -75,8 +81,9 @@ def rules(config: DecoderConfig) -> tuple[tuple[str, P], ...]:
       (^|/)blocks/(mlp|shared)/((gate|up)_bias|down)$ ('tensor',)
       (^|/)(embedding|head)$ ('tensor',)
     """
-    all_rules = [(f"(^|/)blocks/{pattern}", P(*spec)) for pattern, spec in _BLOCK_RULES]
-    all_rules += [(f"(^|/)first_blocks/{pattern}", P(None, *spec)) for pattern, spec in _BLOCK_RULES]
+    block_rules = (*(_FUSED_RULES if config.fused else ()), *_BLOCK_RULES)
+    all_rules = [(f"(^|/)blocks/{pattern}", P(*spec)) for pattern, spec in block_rules]
+    all_rules += [(f"(^|/)first_blocks/{pattern}", P(None, *spec)) for pattern, spec in block_rules]
     all_rules.append(("(^|/)(embedding|head)$", P("tensor")))
     return _that_match(config, all_rules)
 
@@ -90,7 +97,8 @@ def matrices(config: DecoderConfig) -> tuple[tuple[str, Matrix], ...]:
     Returns:
       [(regex, Matrix), ...]; each regex matches a leaf of the model.
     """
-    return _that_match(config, [(f"blocks/{pattern}", matrix) for pattern, matrix in _BLOCK_MATRICES])
+    fused = [("mlp/up$", Matrix(rows=1, columns=3))] if config.fused else []
+    return _that_match(config, [(f"blocks/{pattern}", matrix) for pattern, matrix in (*fused, *_BLOCK_MATRICES)])
 
 
 def _that_match(config: DecoderConfig, entries: Iterable[tuple[str, _Entry]]) -> tuple[tuple[str, _Entry], ...]:
@@ -112,28 +120,35 @@ def shapes_of(config: DecoderConfig) -> Params:
         parts = block_shapes(config, dense=dense)
         return {part: {name: (count, *shape) for name, shape in leaves.items()} for part, leaves in parts.items()}
 
-    shapes: Params = {"embedding": (V, D), "blocks": stacked(L - first, dense=config.experts is None), "norm": (D,)}
+    shapes: Params = {"embedding": (V, D)}
     if first:
         shapes["first_blocks"] = stacked(first, dense=True)
-    if config.positions:
-        shapes["positions"] = (config.positions, D)
+    shapes |= {"blocks": stacked(L - first, dense=config.experts is None), "norm": (D,)}
     if config.norm == "layer":
         shapes["norm_bias"] = (D,)
+    if config.positions:
+        shapes["positions"] = (config.positions, D)
     if not config.tied:
         shapes["head"] = (V, D)
+    if config.experts is not None and config.experts.loads:
+        names = ("router_load", "router_bias")[: 1 + (config.experts.balance == "bias")]
+        shapes |= dict.fromkeys(names, (L - first, config.experts.number))
     return shapes
 
 
 def init(config: DecoderConfig, rng: jax.Array) -> Params:
-    """Return random parameters; the GPT draws its parameters alike.
+    """Return random normal parameters, so that the loss starts at the loss of a uniform guess; norms are ones, biases zeros.
+
+    The standard deviation is 0.02; it is 0.02 / sqrt(2 num_layers) for the last product of each branch, and 1 / dim for a
+    tied embedding.
 
     Args:
       config: the description of the model, with L blocks of width D.
       rng: a jax random key.
 
     Returns:
-      A dict with "embedding" [V, D], "norm" [D], "blocks" and, where the config asks for them, "head", "positions", "norm_bias"
-      and "first_blocks". "blocks" has "attention" with "q" [L, D, H, K], "k" and "v" [L, D, G, K] and "out" [L, H, K, D], or the
+      A dict with "embedding" [V, D], "norm" [D], "blocks" and, where the config asks for them, "head", "positions", "norm_bias",
+      "first_blocks", "router_load" and "router_bias". "blocks" has "attention" with "q" [L, D, H, K], "k" and "v" [L, D, G, K] and "out" [L, H, K, D], or the
       shapes of `Latent.shapes`. It has "mlp" with "gate" and "up" [L, D, F] and "down" [L, F, D], or "router", "experts" and
       "shared". Norms and biases are in the part that they belong to.
 
@@ -146,22 +161,24 @@ def init(config: DecoderConfig, rng: jax.Array) -> Params:
       >>> sum(leaf.size for leaf in jax.tree.leaves(params)) == num_parameters(config)
       True
     """
-    paths_and_shapes, tree = jax.tree_util.tree_flatten_with_path(shapes_of(config), is_leaf=is_shape)
-    branch_scale = 0.02 / (2 * config.num_layers) ** 0.5
-    special_scales = {"out": branch_scale, "down": branch_scale} | (
-        {"embedding": 1 / config.dim} if config.tied else {}
-    )
-    leaves = []
-    for (path, shape), key in zip(paths_and_shapes, jax.random.split(rng, len(paths_and_shapes)), strict=True):
-        name = path[-1].key
+    keys = iter(jax.random.split(rng, len(leaf_shapes(config))))
+    # the sum of the 2 L branches then has the variance of one branch; a tied embedding is also the head, and with 0.02 each
+    # token would predict itself with a logit of 0.02 D
+    scales = dict.fromkeys(("out", "down"), 0.02 / (2 * config.num_layers) ** 0.5)
+    scales |= {"embedding": 1 / config.dim} if config.tied else {}
+
+    def draw(name: str, shape: tuple[int, ...] | Params) -> PyTree:
+        if isinstance(shape, dict):
+            return {name: draw(name, part) for name, part in shape.items()}
         if name.endswith("norm"):
-            leaf = jnp.full(shape, 0 if config.norm == "rms_plus_one" else 1, config.param_dtype)
-        elif name.endswith("bias") or name == "sinks":
-            leaf = jnp.zeros(shape, config.param_dtype)
-        else:
-            leaf = special_scales.get(name, 0.02) * jax.random.normal(key, shape, config.param_dtype)
-        leaves.append(leaf)
-    return tree.unflatten(leaves)
+            return jnp.full(shape, 0 if config.norm == "rms_plus_one" else 1, config.param_dtype)
+        if name.startswith("router_"):
+            return jnp.zeros(shape, jnp.promote_types(config.param_dtype, jnp.float32))
+        if name.endswith("bias") or name == "sinks":
+            return jnp.zeros(shape, config.param_dtype)
+        return scales.get(name, 0.02) * jax.random.normal(next(keys), shape, config.param_dtype)
+
+    return draw("", shapes_of(config))
 
 
 def is_shape(x: object) -> bool:
@@ -169,9 +186,14 @@ def is_shape(x: object) -> bool:
     return isinstance(x, tuple)
 
 
-def num_parameters(config: DecoderConfig) -> int:
-    """Return the number of parameters."""
-    return sum(map(math.prod, leaf_shapes(config).values()))
+def num_parameters(config: DecoderConfig, *, active: bool = False) -> int:
+    """Return the number of trained parameters, or with `active` the number that one token goes through."""
+    sizes = {path: math.prod(shape) for path, shape in leaf_shapes(config).items() if not path.startswith("router_")}
+    total = sum(sizes.values())
+    if active and config.experts is not None:
+        in_experts = sum(size for path, size in sizes.items() if path.startswith("blocks/experts/"))
+        total -= in_experts - in_experts * config.experts.top_k // config.experts.number
+    return total
 
 
 def model(config: DecoderConfig, *, remat: Remat = None) -> BlockModel:
@@ -179,7 +201,13 @@ def model(config: DecoderConfig, *, remat: Remat = None) -> BlockModel:
 
     Args:
       config: the description of the model.
-      remat: what the backward pass recomputes, as in `BlockModel`; blocks name the same values as `gpt.model` and `moe.model`.
+      remat: what the backward pass recomputes, as in `BlockModel`. With T tokens, blocks name these values:
+
+        - "qkv", rotated queries and keys, and values: [3 T D] for a GPT;
+        - "attention" [T D], the output of attention;
+        - "attention_out" [T D], the product that follows;
+        - "mlp_hidden", the first products of the mlp: [2 T F] with a gate. The backward pass does not need the last product;
+        - "router", "dispatched" and "experts" of `so.nn.mixture_of_experts`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -190,39 +218,61 @@ def model(config: DecoderConfig, *, remat: Remat = None) -> BlockModel:
       >>> bool(abs(loss - jnp.log(256)) < 0.05)
       True
 
-    A batch is the same as for `gpt.model`. With experts give strategies `expert_leaves=decoder.expert_leaves`, and
-    `frozen=decoder.frozen` if the choice of experts has a bias.
+    A batch is a dict of "tokens", integers [B, T + 1]: the first T are the input and the last T are the targets. Or it has
+    "tokens" and "targets", integers [B, T] each; a context axis can split this form (`so.data.next_token` converts to it).
+    It may also have, [B, T] each:
+
+    - "weights", one per target (0 leaves it out): the loss is then a `so.Weighted`, the weighted mean over the whole global
+      batch;
+    - "segment_ids", integers, the document of each token in a packed row (`so.data.pack`): tokens attend to their own
+      document only, and no gradient crosses from one document to another;
+    - "positions", integers, the position of each token in its document, for position embeddings alone. By default it is the
+      position in the row. With rotary positions this gives the same result, since they act by their distances;
+    - "order", integers, the position of each token in a row that was permuted (`so.nn.zigzag`). Attention then uses plain XLA,
+      not the kernel of the devices. Rows in natural order need no "order", packed or not.
+
+    A token id outside the vocabulary makes the loss NaN. With experts give strategies `expert_leaves=decoder.expert_leaves`,
+    and `frozen=decoder.frozen` if the choice of experts has a bias.
 
     **Kinds of blocks**: all blocks run one program. The number of a block goes with the activations, and selects its window and
     its row in a table of frequencies.
     """
+    return block_model(config, remat, "decoder")
+
+
+def block_model(config: DecoderConfig, remat: Remat, caller: str) -> BlockModel:
+    """Return the decoder as a `BlockModel`; errors of its batches name the caller."""
     return BlockModel(
-        functools.partial(_embed, config),
+        functools.partial(_embed, config, caller),
         functools.partial(apply_block, config),
-        functools.partial(_loss, config),
+        functools.partial(_loss, config, caller),
         remat,
         tables=() if config.tied else ("embedding",),
     )
 
 
-def _embed(config: DecoderConfig, outer: Params, batch: Batch) -> Stream:
-    return _first_stream(config, outer, read_inputs("decoder", batch))
+def _embed(config: DecoderConfig, caller: str, outer: Params, batch: Batch) -> Stream:
+    stream = embed_tokens(config, outer, read_inputs(caller, batch))
+    return _run_blocks(config, outer["first_blocks"], stream) if config.num_first else stream
 
 
-def _first_stream(config: DecoderConfig, outer: Params, inputs: Inputs) -> Stream:
-    """Return the input of the first stacked block: embeddings, after the blocks without experts that come before."""
+def embed_tokens(config: DecoderConfig, outer: Params, inputs: Inputs) -> Stream:
+    """Return the input of the first block; NaN for an id outside the vocabulary."""
     x = nn.embedding(layers.cast(outer["embedding"], config.dtype), inputs.tokens)
     if config.embedding_scale != 1:
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
     if config.positions:
-        table, places = (
-            layers.cast(outer["positions"], config.dtype),
-            layers.places(x.shape[1], inputs.positions, inputs.order),
-        )
-        x = x + jnp.broadcast_to(nn.embedding(table, places), x.shape)
+        table, T = layers.cast(outer["positions"], config.dtype), x.shape[1]
+        if inputs.whole and config.positions >= T:
+            x = x + table[None, :T]
+        else:
+            places = layers.places(T, inputs.positions, inputs.order)
+            x = x + jnp.broadcast_to(nn.embedding(table, places), x.shape)
+    if config.sequence_parallel:
+        x = layers.shard_positions(x)
     layer = jnp.zeros((), jnp.int32) if len(config.used_kinds) > 1 else None
-    stream = Stream(x, layer, inputs.segment_ids, inputs.positions, inputs.order)
-    return _run_blocks(config, outer["first_blocks"], stream) if config.num_first else stream
+    routers = first_routers(config.experts, outer, x) if config.experts is not None and config.experts.loads else None
+    return Stream(x, layer, inputs.segment_ids, inputs.positions, inputs.order, routers)
 
 
 def _run_blocks(config: DecoderConfig, blocks: Params, stream: Stream) -> Stream:
@@ -241,12 +291,16 @@ def _final_norm_and_head(config: DecoderConfig, outer: Params, x: Float[Array, "
     return apply_norm(config, outer, "norm", x), outer["embedding" if config.tied else "head"]
 
 
-def _loss(config: DecoderConfig, outer: Params, stream: Stream, batch: Batch) -> Float[Array, ""] | Weighted:
-    inputs = read_inputs("decoder", batch)
-    options = {"chunk": config.loss_chunk, "softcap": config.logits_softcap}
-    return mean_loss(
-        nn.cross_entropy(*_final_norm_and_head(config, outer, stream.x), inputs.targets, **options), inputs
-    )
+def _loss(config: DecoderConfig, caller: str, outer: Params, stream: Stream, batch: Batch) -> Loss:
+    inputs = read_inputs(caller, batch)
+    normed, head = _final_norm_and_head(config, outer, stream.x)
+    normed = layers.gather_positions(normed) if config.sequence_parallel else normed
+    options = {"chunk": config.loss_chunk, "softcap": config.logits_softcap, "logits_dtype": config.logits_dtype}
+    loss = mean_loss(nn.cross_entropy(normed, head, inputs.targets, **options), inputs)
+    if stream.routers is None:
+        return loss
+    assert config.experts is not None
+    return balanced_loss(config.experts, outer, stream.routers, loss)
 
 
 def logits_of(config: DecoderConfig, params: Params, tokens: Tokens) -> Float[Array, "B T V"]:
@@ -261,8 +315,12 @@ def logits_of(config: DecoderConfig, params: Params, tokens: Tokens) -> Float[Ar
       [B, T, V], in float32 at least.
     """
     tokens = jnp.asarray(tokens, jnp.int32)
-    inputs = Inputs(tokens, tokens, None, None, None, None)
-    stream = _run_blocks(config, params["blocks"], _first_stream(config, params, inputs))
-    normed, head = _final_norm_and_head(config, params, stream.x)
+    stream = _embed(config, "logits_of", params, {"tokens": tokens, "targets": tokens})
+    return last_logits(config, params, _run_blocks(config, params["blocks"], stream).x)
+
+
+def last_logits(config: DecoderConfig, outer: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+    """Return the logits for the output of the last block, in float32 at least, since bfloat16 would cost a digit of the loss."""
+    normed, head = _final_norm_and_head(config, outer, x)
     wide = jnp.promote_types(normed.dtype, jnp.float32)
     return capped(jnp.einsum("btd,vd->btv", normed, head, preferred_element_type=wide), config.logits_softcap)

@@ -4,10 +4,6 @@ It can be like Mixtral, or like DeepSeek-V3 with a sigmoid router and a shared e
 """
 
 import dataclasses
-import functools
-import math
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,33 +11,29 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from shardopt import nn
 from shardopt.core._block_model import BlockModel
 from shardopt.core._block_remat import Remat
 from shardopt.core._errors import format_error, plural
-from shardopt.core._types import Loss, PyTree, Updated, Weighted
-from shardopt.losses._rows import batch_mean
-from shardopt.models import _layers as layers
-from shardopt.models._inputs import mean_loss, read_inputs
-from shardopt.models._latent_attention import Latent, latent_attention
-from shardopt.models.gpt import Batch, Params, Tokens
+from shardopt.models import decoder
+from shardopt.models._decoder_config import Balance, BlockKind, DecoderConfig, Experts, not_positive
+from shardopt.models._inputs import Params, Tokens
+from shardopt.models._latent_attention import Latent
+from shardopt.models._rope import Rope
 from shardopt.nn._router import Score
 
 rules = (
-    ("^blocks/(attention/(q|kv)|shared/(gate|up))$", P(None, "tensor")),
-    ("^(blocks/(attention/out|shared/down)|embedding|head)$", P("tensor")),
-    ("^blocks/experts/(gate|up)$", P(None, None, "tensor")),
-    ("^blocks/experts/down$", P(None, "tensor")),
+    ("(^|/)blocks/(attention/(q|kv)|shared/(gate|up))$", P(None, "tensor")),
+    ("(^|/)(blocks/(attention/out|shared/down)|embedding|head)$", P("tensor")),
+    ("(^|/)blocks/experts/(gate|up)$", P(None, None, "tensor")),
+    ("(^|/)blocks/experts/down$", P(None, "tensor")),
 )
 """Tensor rules that shard heads, hidden units of each expert and the vocabulary, like the rules of the GPT."""
 
-expert_leaves = ("^blocks/experts/",)
+expert_leaves = decoder.expert_leaves
 """Leaves of experts, for the `expert_leaves` of a strategy: each device of an expert axis holds its own experts."""
 
 frozen = ("^router_(load|bias)$",)
 """Leaves that are not trained, for the `frozen` of a strategy; the loss returns their new values."""
-
-Balance = Literal["bias", "loss", "sequence_loss"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +67,7 @@ class MoEConfig:
       z_loss: factor of the mean of the router's logsumexp squared; 0 leaves it out.
       max_length: the longest sequence of `sample`.
       rope_base: the longest wavelength of the rotary positions, divided by 2 pi.
-      norm_epsilon: the number that norms add to the mean square.
+      norm_epsilon: the number that norms add to the mean square; the narrow vectors of latent attention have 1e-6.
       tied: whether the embedding is also the output projection; otherwise that is the leaf "head".
       param_dtype: dtype that `init` creates.
       dtype: dtype of activations and of all products except the router's; None is the dtype of the parameters that the loss gets.
@@ -117,19 +109,8 @@ class MoEConfig:
     dtype: DTypeLike | None = None
 
     def __post_init__(self):
-        names = [
-            "vocab_size",
-            "dim",
-            "num_layers",
-            "num_heads",
-            "num_experts",
-            "top_k",
-            "hidden",
-            "max_length",
-            "rope_base",
-            "norm_epsilon",
-        ]
-        problems = [f"{name} must be positive, got {getattr(self, name)}" for name in names if getattr(self, name) <= 0]
+        names = ("vocab_size", "dim", "num_layers", "num_heads", "num_experts", "top_k", "hidden")
+        problems = not_positive(self, *names, "max_length", "rope_base", "norm_epsilon")
         if self.latent is not None:
             problems += self._latent_problems(self.latent)
         elif not problems and self.dim % (2 * self.num_heads):
@@ -169,6 +150,35 @@ class MoEConfig:
         default_rate = {"bias": 1e-3, "loss": 1e-2, "sequence_loss": 1e-4, None: 0.0}[self.balance]
         return default_rate if self.balance_rate is None else self.balance_rate
 
+    @property
+    def decoder(self) -> DecoderConfig:
+        """This model as a decoder."""
+        names = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "latent", "loss_chunk", "max_length")
+        names += ("norm_epsilon", "tied", "param_dtype", "dtype")
+        experts = (
+            "top_k",
+            "hidden",
+            "shared_hidden",
+            "score",
+            "normalize",
+            "groups",
+            "scale",
+            "capacity_factor",
+            "chunk",
+        )
+        experts += ("balance", "z_loss")
+        return DecoderConfig(
+            **{name: getattr(self, name) for name in names},
+            kinds=(BlockKind(rope=Rope(base=self.rope_base)),),
+            fused="kv",
+            experts=Experts(
+                self.num_experts,
+                **{name: getattr(self, name) for name in experts},
+                loads=True,
+                balance_rate=self.rate,
+            ),
+        )
+
 
 def init(config: MoEConfig, rng: jax.Array) -> Params:
     """Return random parameters like the GPT's: normal with standard deviation 0.02, less for last products; norms are ones.
@@ -183,7 +193,7 @@ def init(config: MoEConfig, rng: jax.Array) -> Params:
 
       - "attention/norm" [L, D], "attention/q" [L, D, H, K], "attention/kv" [L, D, G, 2 K], "attention/out" [L, H, K, D], or the
         shapes of `Latent.shapes`;
-      - "router/norm" [L, D], "router/kernel" [L, D, E];
+      - "mlp/norm" [L, D], "router/kernel" [L, D, E];
       - "experts/gate" and "experts/up" [L, E, D, F], "experts/down" [L, E, F, D];
       - for a shared expert "shared/gate" and "shared/up" [L, D, F'], "shared/down" [L, F', D].
 
@@ -197,82 +207,12 @@ def init(config: MoEConfig, rng: jax.Array) -> Params:
       ...     leaf.size for leaf in jax.tree.leaves(params["blocks"]))
       True
     """
-    L, D, H, K, G = config.num_layers, config.dim, config.num_heads, config.head_dim, config.kv_heads
-    E, F, S = config.num_experts, config.hidden, config.shared_hidden
-    keys = iter(jax.random.split(rng, 16))
-    branch_scale, wide = 0.02 / (2 * L) ** 0.5, jnp.promote_types(config.param_dtype, jnp.float32)
-
-    def normal(*shape: int, scale: float = 0.02) -> Array:
-        return scale * jax.random.normal(next(keys), shape, config.param_dtype)
-
-    def ones(*shape: int) -> Array:
-        return jnp.ones(shape, config.param_dtype)
-
-    def mlp(*experts: int, hidden: int) -> Params:
-        inner, outer = (L, *experts, D, hidden), (L, *experts, hidden, D)
-        return {"gate": normal(*inner), "up": normal(*inner), "down": normal(*outer, scale=branch_scale)}
-
-    shapes = {"q": (D, H, K), "kv": (D, G, 2 * K), "out": (H, K, D)}
-    if config.latent is not None:
-        shapes = config.latent.shapes(D, H)
-    blocks = {
-        "attention": {"norm": ones(L, D)}
-        | {
-            name: ones(L, *shape)
-            if len(shape) == 1
-            else normal(L, *shape, scale=branch_scale if name == "out" else 0.02)
-            for name, shape in shapes.items()
-        },
-        "router": {"norm": ones(L, D), "kernel": normal(L, D, E)},
-        "experts": mlp(E, hidden=F),
-    }
-    if S:
-        blocks["shared"] = mlp(hidden=S)
-    params = {
-        "embedding": normal(config.vocab_size, D, scale=1 / D if config.tied else 0.02),
-        "blocks": blocks,
-        "norm": ones(D),
-        "router_load": jnp.zeros((L, E), wide),
-    }
-    if config.balance == "bias":
-        params["router_bias"] = jnp.zeros((L, E), wide)
-    if not config.tied:
-        params["head"] = normal(config.vocab_size, D)
-    return params
+    return decoder.init(config.decoder, rng)
 
 
 def num_parameters(config: MoEConfig, *, active: bool = False) -> int:
     """Return the number of trained parameters, or with `active` the number that one token goes through."""
-    D, heads = config.dim, config.num_heads + config.kv_heads
-    experts = config.top_k if active else config.num_experts
-    mlp = 3 * D * (experts * config.hidden + config.shared_hidden)
-    attention = 2 * D * heads * config.head_dim
-    if config.latent is not None:
-        attention = sum(map(math.prod, config.latent.shapes(D, config.num_heads).values()))
-    block = attention + D * config.num_experts + mlp + 2 * D
-    return config.vocab_size * D * (1 if config.tied else 2) + config.num_layers * block + D
-
-
-class Routed(NamedTuple):
-    """The values that go from block to block: activations, the marks of tokens, and the statistics of routers.
-
-    Attributes:
-      x: [B, T, D].
-      segment_ids: [B, T] or None.
-      positions: [B, T] or None.
-      order: [B, T] or None.
-      bias: [L, E], the routers' biases, beginning with the next block's; or None.
-      load: [B, L, E], the routers' loads, ending with the previous block's.
-      statistics: other statistics that the loss reads, by name, in the same form as `load`.
-    """
-
-    x: Array
-    segment_ids: Array | None
-    positions: Array | None
-    order: Array | None
-    bias: Array | None
-    load: Array
-    statistics: dict[str, Array]
+    return decoder.num_parameters(config.decoder, active=active)
 
 
 def model(config: MoEConfig, *, remat: Remat = None) -> BlockModel:
@@ -291,7 +231,7 @@ def model(config: MoEConfig, *, remat: Remat = None) -> BlockModel:
       >>> bool(abs(loss - jnp.log(256)) < 0.05), aux["routers"].values["router_load"].shape
       (True, (2, 4))
 
-    A batch is the same as for `gpt.model`. Give strategies `expert_leaves=moe.expert_leaves`, `frozen=moe.frozen` and, over tensor,
+    A batch is the same as for `decoder.model`. Give strategies `expert_leaves=moe.expert_leaves`, `frozen=moe.frozen` and, over tensor,
     `rules=moe.rules`. The loss returns `so.Updated` with "router_load", each expert's share of the choices in this step, and with
     "router_bias". Metrics:
 
@@ -303,136 +243,7 @@ def model(config: MoEConfig, *, remat: Remat = None) -> BlockModel:
     **Equivalence**: exact on any mesh, with micro-batches and in pipelines. balance="loss" needs the whole batch at once, and is
     refused there. In a pipeline a batch with weights cannot have a balance loss, since a pipeline takes only one term.
     """
-    return BlockModel(
-        functools.partial(_embed, config),
-        functools.partial(_block, config),
-        functools.partial(_loss, config),
-        remat,
-        tables=() if config.tied else ("embedding",),
-    )
-
-
-def _embed(config: MoEConfig, outer: Params, batch: Batch) -> Routed:
-    inputs = read_inputs("moe", batch)
-    return _initial_routed(config, outer, inputs.tokens)._replace(
-        segment_ids=inputs.segment_ids, positions=inputs.positions, order=inputs.order
-    )
-
-
-def _initial_routed(config: MoEConfig, outer: Params, tokens: Tokens) -> Routed:
-    x = nn.embedding(layers.cast(outer["embedding"], config.dtype), jnp.asarray(tokens, jnp.int32))
-    B, L, E = x.shape[0], config.num_layers, config.num_experts
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    needed = {"probability": config.balance in ("loss", "sequence_loss"), "z_loss": bool(config.z_loss)}
-    needed["dropped"] = config.capacity_factor is not None
-    shapes = {"probability": (B, L, E), "z_loss": (B, L), "dropped": (B, L)}
-    statistics = {name: jnp.zeros(shapes[name], wide) for name, is_needed in needed.items() if is_needed}
-    return Routed(x, None, None, None, _current_bias(config, outer), jnp.zeros((B, L, E), wide), statistics)
-
-
-def _current_bias(config: MoEConfig, outer: Params) -> Array | None:
-    """Return the bias of this step: the last step's bias, moved by the last step's loads."""
-    if config.balance != "bias":
-        return None
-    return nn.update_router_bias(outer["router_bias"], outer["router_load"], config.rate)
-
-
-def _block(config: MoEConfig, weights: Params, routed: Routed) -> Routed:
-    attention = layers.cast(weights["attention"], config.dtype)
-    normed = layers.rms_norm(routed.x, attention["norm"], config.norm_epsilon)
-    marks = {"segment_ids": routed.segment_ids, "positions": routed.positions, "order": routed.order}
-    attention_args = {"rope_base": config.rope_base, **marks}
-    if config.latent is None:
-        x = routed.x + layers.grouped_attention(attention, normed, **attention_args)
-    else:
-        x = routed.x + latent_attention(attention, normed, config.latent, epsilon=config.norm_epsilon, **attention_args)
-    normed = layers.rms_norm(x, layers.cast(weights["router"]["norm"], config.dtype), config.norm_epsilon)
-    mixed, statistics = nn.mixture_of_experts(
-        layers.cast(weights["experts"], config.dtype),
-        normed,
-        weights["router"]["kernel"],
-        top_k=config.top_k,
-        capacity_factor=config.capacity_factor,
-        score=config.score,
-        normalize=config.normalize,
-        bias=None if routed.bias is None else routed.bias[0],
-        groups=config.groups,
-        scale=config.scale,
-        shared=layers.cast(weights["shared"], config.dtype) if "shared" in weights else None,
-        chunk=config.chunk,
-    )
-    return routed._replace(
-        x=x + mixed,
-        bias=None if routed.bias is None else jnp.roll(routed.bias, -1, axis=0),
-        load=_append(routed.load, statistics.load),
-        statistics={name: _append(old, getattr(statistics, name)) for name, old in routed.statistics.items()},
-    )
-
-
-def _append(old: Array, new: Array) -> Array:
-    """Return [B, L, ...] without its first entry, and with `new` at the end. After L blocks it holds the entries of all blocks."""
-    return jnp.concatenate([old[:, 1:], new[:, None].astype(old.dtype)], axis=1)
-
-
-def _loss(config: MoEConfig, outer: Params, routed: Routed, batch: Batch) -> Loss:
-    inputs = read_inputs("moe", batch)
-    nats = nn.cross_entropy(*_final_norm_and_head(config, outer, routed.x), inputs.targets, chunk=config.loss_chunk)
-    cross_entropy = mean_loss(nats, inputs)
-    loads = outer["router_load"]
-    updates = {"router_load": jnp.mean(routed.load, axis=0).astype(loads.dtype)}
-    bias = _current_bias(config, outer)
-    if bias is not None:
-        updates["router_bias"] = bias
-    entropy = jnp.sum(jax.scipy.special.entr(loads), axis=1)
-    aux = {
-        "routers": Updated(updates),
-        "cross_entropy": cross_entropy,
-        "load_imbalance": jnp.mean(jnp.max(loads, axis=1)) * config.num_experts,
-        "router_entropy": jnp.mean(entropy) / math.log(config.num_experts),
-    }
-    if "dropped" in routed.statistics:
-        aux["dropped"] = jnp.mean(routed.statistics["dropped"])
-    return _add_terms(cross_entropy, _balance_terms(config, routed)), aux
-
-
-def _balance_terms(config: MoEConfig, routed: Routed) -> list[Float[Array, " B"]]:
-    """Return the balance terms of the loss, each with one number per row; the term is their mean."""
-    terms = []
-    if config.balance in ("loss", "sequence_loss"):
-        means = routed.load, routed.statistics["probability"]
-        if config.balance == "loss":
-            means = [
-                jnp.broadcast_to(mean[None], row_means.shape)
-                for mean, row_means in zip(_batch_mean(means), means, strict=True)
-            ]
-        terms.append(config.rate * jnp.mean(nn.load_balancing_loss(*means), axis=1))
-    if config.z_loss:
-        terms.append(config.z_loss * jnp.mean(routed.statistics["z_loss"], axis=1))
-    return terms
-
-
-def _batch_mean(x: PyTree) -> PyTree:
-    try:
-        return batch_mean(x)
-    except ValueError as error:
-        remedy = "or balance='bias', which needs no other rows"
-        raise ValueError(f"{str(error).removesuffix('.')}, {remedy}.") from error
-
-
-def _add_terms(loss: Array | Weighted, terms: Sequence[Float[Array, " B"]]) -> Array | Weighted:
-    """Return the loss plus the means of the terms; a weighted loss gets them as a second term with its own weight."""
-    if not terms:
-        return loss
-    row_sums = functools.reduce(jnp.add, terms)
-    if not isinstance(loss, Weighted):
-        return loss + jnp.mean(row_sums)
-    rows = jnp.asarray(row_sums.shape[0], row_sums.dtype)
-    return Weighted((loss.total, jnp.sum(row_sums)), (loss.weight, rows))
-
-
-def _final_norm_and_head(config: MoEConfig, outer: Params, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
-    norm, head = layers.cast((outer["norm"], outer["embedding" if config.tied else "head"]), config.dtype)
-    return layers.rms_norm(x, norm, config.norm_epsilon), head
+    return decoder.block_model(config.decoder, remat, "moe")
 
 
 def logits_of(config: MoEConfig, params: Params, tokens: Tokens) -> Float[Array, "B T V"]:
@@ -446,8 +257,4 @@ def logits_of(config: MoEConfig, params: Params, tokens: Tokens) -> Float[Array,
     Returns:
       [B, T, V], in float32 at least.
     """
-    outer = {name: value for name, value in params.items() if name != "blocks"}
-    block = lambda routed, weights: (_block(config, weights, routed), None)  # noqa: E731
-    routed, _ = jax.lax.scan(block, _initial_routed(config, outer, tokens), params["blocks"])
-    normed, head = _final_norm_and_head(config, outer, routed.x)
-    return jnp.einsum("btd,vd->btv", normed, head, preferred_element_type=jnp.promote_types(normed.dtype, jnp.float32))
+    return decoder.logits_of(config.decoder, params, tokens)

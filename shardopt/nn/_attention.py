@@ -7,7 +7,6 @@ Suffixes: B sequences, T queries, S keys, H heads of queries, G heads of keys an
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -21,7 +20,7 @@ from shardopt.collectives._per_device import TENSOR
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, error_text, format_error
 from shardopt.mesh import axes_of_role, device_kind_or_default, is_analysed, mesh_under_trace
-from shardopt.nn._exchange import exchanged_attention, gathered_attention
+from shardopt.nn._exchange import Attention, exchanged_attention, gathered_attention
 from shardopt.nn._flash import NAME, Marks, Rule, capped, sees
 from shardopt.nn._order import CONTEXT
 from shardopt.nn._ring import Ring, ring_attention, ring_of
@@ -60,9 +59,9 @@ def attention(
       causal: whether a query sees only keys at its own position and before.
       segment_ids: [B, T], integers; a query sees only keys of its own segment, such as a packed document. None: all keys.
       window: the most positions that a query sees: its own and the ones before it. Needs `causal`. None: no limit.
-      softcap: c: scores s become c tanh(s / c) before the mask (Gemma 2). Plain XLA alone computes it. None: no cap.
-      sinks: [H]: each query also sees a key with this score and a value of zeros (GPT-OSS). Plain XLA alone computes it, in
-        natural order and without a context axis. None: no sinks.
+      softcap: c: scores s become c tanh(s / c) before the mask (Gemma 2). cudnn cannot compute it. None: no cap.
+      sinks: [H]: each query also sees a key with this score and a value of zeros (GPT-OSS). cudnn cannot compute them. None:
+        no sinks.
       positions: [B, T] or [T], integers: the position of each token in its row, which `causal` and `window` compare. The
         "order" of `so.nn.zigzag` is such an array. None: natural order: device i of a context axis holds the positions
         i T, ..., i T + T - 1. Packed documents in natural order need only their segment ids.
@@ -78,8 +77,8 @@ def attention(
       ValueError: if shapes do not fit: H is no multiple of G, V is above K, or sinks or positions have another shape.
       ValueError: if the mesh does not fit: a tensor axis does not divide G, or for "all_to_all" G (of one tensor shard) and C
         have no common divisor.
-      ValueError: if an option is out of range or unknown, or does not go with another: `window` without `causal`, sinks with
-        positions or a context axis, or a kernel that cannot be used.
+      ValueError: if an option is out of range or unknown, or does not go with another: `window` without `causal`, or a kernel
+        that cannot be used.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -146,10 +145,9 @@ def attention(
         return marked(ATTENTION, functools.partial(_plain_attention, rule=rule))(query, key, value, marks, sinks)
     mesh = mesh_under_trace()
     context_axes = tuple(axis for axis in axes_of_role(CONTEXT) if mesh.shape[axis] > 1)
-    kernel = implementation or ("xla" if rule.softcap or sinks is not None else _default_implementation(query))
-    if sinks is not None and (context_axes or positions is not None):
-        problem = "sinks work on whole rows in natural order, without a context axis or positions."
-        raise ValueError(format_error("attention", problem, fix="take context=1, and rows in natural order."))
+    kernel = implementation or _default_implementation(query)
+    if kernel == "cudnn" and (softcap is not None or sinks is not None):
+        kernel = "xla"
     if context_axes:
         run_attention = _AttentionOverContext(context_axes, rule, implementation, method)
     elif positions is not None:
@@ -160,7 +158,7 @@ def attention(
         run_attention = _kernel(kernel, rule)
     if context_axes or positions is not None or kernel == "cudnn":
         run_attention = _pad_values(run_attention)
-    return _on_each_device(run_attention, query, key, value, marks)
+    return _on_each_device(run_attention, query, key, value, marks, sinks)
 
 
 @dataclass(frozen=True)
@@ -185,6 +183,7 @@ class _AttentionOverContext:
         key: Float[Array, "B T G K"],
         value: Float[Array, "B T G K"],
         marks: Marks,
+        sinks: Float[Array, " H"] | None,
     ) -> Float[Array, "B T H K"]:
         size, natural = jax.lax.axis_size(self.axes), marks.positions is None
         method = self.method or self._default_method(query, key, natural)
@@ -193,20 +192,21 @@ class _AttentionOverContext:
             _refuse_kernel(
                 self.implementation, "splash", "cudnn", problem=problem, fix="use method='all_to_all' or 'ring'"
             )
-            return gathered_attention(self.axes, self.rule, query, key, value, marks)
+            return gathered_attention(self.axes, self.rule, query, key, value, marks, sinks)
         if method == "ring":
-            return ring_attention(self._ring(query, natural), query, key, value, marks)
+            return ring_attention(self._ring(query, natural), query, key, value, marks, sinks)
         degree = math.gcd(size, key.shape[2])
         if degree == 1:
             problem = f"{key.shape[2]} heads of keys and values on each device cannot be exchanged among {size} context devices."
             fix = "use method='ring', repeat the heads of keys and values, or take another size of context or tensor."
             raise ValueError(format_error("attention", problem, fix=fix))
         kernel = self.implementation or _default_implementation(query, size * query.shape[1])
-        if natural and degree == size and kernel != "xla":
+        by_kernel = kernel == "splash" or (kernel == "cudnn" and self.rule.softcap is None and sinks is None)
+        if natural and degree == size and by_kernel:
             run_attention = _kernel(kernel, self.rule)
         else:
-            run_attention = lambda q, k, v, marks: ring_attention(self._ring(q, natural, degree), q, k, v, marks)  # noqa: E731
-        return exchanged_attention(self.axes, degree, query, key, value, marks, run_attention)
+            run_attention = lambda query, *others: ring_attention(self._ring(query, natural, degree), query, *others)  # noqa: E731
+        return exchanged_attention(self.axes, degree, query, key, value, marks, sinks, run_attention)
 
     def _default_method(self, query: Array, key: Array, natural: bool) -> Method:
         size, length = jax.lax.axis_size(self.axes), query.shape[1]
@@ -254,16 +254,16 @@ def choose_method(
 
 
 def _pad_values(
-    run_attention: Callable[[Array, Array, Array, Marks], Array],
-) -> Callable[[Array, Array, Array, Marks], Array]:
+    run_attention: Attention,
+) -> Attention:
     """Return attention for values narrower than keys: pad values with zeros, and cut the result to their width."""
 
-    def padded_attention(query: Array, key: Array, value: Array, marks: Marks) -> Array:
+    def padded_attention(query: Array, key: Array, value: Array, marks: Marks, sinks: Array | None) -> Array:
         value_width, key_width = value.shape[3], query.shape[3]
         if value_width == key_width:
-            return run_attention(query, key, value, marks)
+            return run_attention(query, key, value, marks, sinks)
         value = jnp.pad(value, ((0, 0),) * 3 + ((0, key_width - value_width),))
-        return run_attention(query, key, value, marks)[..., :value_width]
+        return run_attention(query, key, value, marks, sinks)[..., :value_width]
 
     return padded_attention
 
@@ -400,7 +400,7 @@ def _check_scores(
         raise ValueError(error_text(f"sinks have shape {sinks.shape}.", fix=f"give [H] = {query.shape[2:3]}."))
     if softcap is not None or sinks is not None:
         problem = "computes neither softcap nor sinks"
-        _refuse_kernel(implementation, "splash", "cudnn", problem=problem, fix="use implementation='xla'")
+        _refuse_kernel(implementation, "cudnn", problem=problem, fix="use implementation='xla'")
 
 
 def _default_implementation(query: Array, length: int | None = None) -> Implementation:
@@ -412,16 +412,14 @@ def _default_implementation(query: Array, length: int | None = None) -> Implemen
     return "cudnn"
 
 
-def _on_each_device(
-    run: Callable[[Array, Array, Array, Marks], Array], query: Array, key: Array, value: Array, marks: Marks
-) -> Array:
+def _on_each_device(run: Attention, query: Array, key: Array, value: Array, marks: Marks, sinks: Array | None) -> Array:
     """Call `run` on local rows, positions and heads, in a region that is manual over every axis that is still automatic."""
     mesh = mesh_under_trace()
     axis_types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     # axes of size 1 too: jax refuses a kernel for TPU in a region that is not manual over all axes
     auto_axes = {axis for axis, axis_type in axis_types.items() if axis_type != AxisType.Manual}
     if math.prod(mesh.shape[axis] for axis in auto_axes) == 1:
-        return run(query, key, value, marks)
+        return run(query, key, value, marks, sinks)
     row_axes = tuple(axis for role in ("replica", "data", "expert") for axis in axes_of_role(role) if axis in auto_axes)
     position_axes = tuple(axis for axis in axes_of_role(CONTEXT) if axis in auto_axes)
     head_axes = tuple(axis for axis in axes_of_role(TENSOR) if axis in auto_axes)
@@ -444,16 +442,15 @@ def _on_each_device(
         lambda x: PartitionSpec((row_axes or None) if x.shape[0] == query.shape[0] else None, position_axes or None),
         marks,
     )
-    region = jax.shard_map(
-        run, in_specs=(spec, spec, spec, mark_specs), out_specs=spec, axis_names=auto_axes, check_vma=False
-    )
-    return region(query, key, value, marks)
+    specs = (spec, spec, spec, mark_specs, None if sinks is None else PartitionSpec(head_axes or None))
+    region = jax.shard_map(run, in_specs=specs, out_specs=spec, axis_names=auto_axes, check_vma=False)
+    return region(query, key, value, marks, sinks)
 
 
-def _kernel(implementation: Implementation, rule: Rule) -> Callable[[Array, Array, Array, Marks], Array]:
+def _kernel(implementation: Implementation, rule: Rule) -> Attention:
     """Return the kernel as a function, for rows in natural order."""
     kernel = splash_attention if implementation == "splash" else _cudnn
-    return lambda query, key, value, marks: kernel(query, key, value, marks.segments, rule)
+    return lambda query, key, value, marks, sinks: kernel(query, key, value, marks.segments, sinks, rule)
 
 
 def _cudnn(
@@ -461,8 +458,11 @@ def _cudnn(
     key: Array,
     value: Array,
     segments: Array | None,
+    sinks: None,
     rule: Rule,
 ) -> Array:
+    assert sinks is None
+    assert rule.softcap is None
     mixed = jax.nn.dot_product_attention(
         query,
         key,

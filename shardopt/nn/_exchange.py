@@ -21,10 +21,11 @@ from shardopt.nn._flash import (
     gradients,
     heads_first,
     heads_last,
+    sink_gradient,
 )
 
 Axes = tuple[str, ...]
-Attention = Callable[[Array, Array, Array, Marks], Array]
+Attention = Callable[[Array, Array, Array, Marks, Array | None], Array]
 
 
 def exchanged_attention(
@@ -34,6 +35,7 @@ def exchanged_attention(
     key: Float[Array, "B T G K"],
     value: Float[Array, "B T G K"],
     marks: Marks,
+    sinks: Float[Array, " H"] | None,
     run: Attention,
 ) -> Float[Array, "B T H K"]:
     """Exchange heads for positions among `degree` neighbours, attend, and exchange back; several groups form a ring.
@@ -45,6 +47,7 @@ def exchanged_attention(
       key: [B, T, G, K].
       value: [B, T, G, K].
       marks: the marks of these positions.
+      sinks: the sinks of all H heads.
       run: attention of [B, degree T, H / degree, K] and so on; it includes the ring across groups, if there are several.
     """
     size, groups = lax.axis_size(axes), None
@@ -55,7 +58,10 @@ def exchanged_attention(
     )
     gather = functools.partial(lax.all_gather, axis_name=axes, axis=1, axis_index_groups=groups, tiled=True)
     marks = jax.tree.map(lambda x: gather(x), marks)
-    mixed = run(to_heads(query), to_heads(key), to_heads(value), marks)
+    if sinks is not None:  # those of this device's heads
+        count = sinks.shape[0] // degree
+        sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(axes) % degree * count, count)
+    mixed = run(to_heads(query), to_heads(key), to_heads(value), marks, sinks)
     return lax.all_to_all(mixed, axis_name=axes, split_axis=1, concat_axis=2, axis_index_groups=groups, tiled=True)
 
 
@@ -66,34 +72,38 @@ def gathered_attention(
     key: Float[Array, "B T G K"],
     value: Float[Array, "B T G K"],
     marks: Marks,
+    sinks: Float[Array, " H"] | None,
 ) -> Float[Array, "B T H K"]:
     """Gather keys and values, attend, and scatter the sums of dK and dV, in float32 at least.
 
     The backward pass gathers keys and values again.
     """
-    return heads_last(_attend(axes, rule, *heads_first(query, key, value), marks))
+    return heads_last(_attend(axes, rule, *heads_first(query, key, value), marks, sinks))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(axes: Axes, rule: Rule, query: Array, key: Array, value: Array, marks: Marks) -> Array:
-    return _forward(axes, rule, query, key, value, marks)[0]
+def _attend(axes: Axes, rule: Rule, query: Array, key: Array, value: Array, marks: Marks, sinks: Array | None) -> Array:
+    return _forward(axes, rule, query, key, value, marks, sinks)[0]
 
 
-def _forward(axes: Axes, rule: Rule, query: Array, key: Array, value: Array, marks: Marks) -> tuple[Array, tuple]:
+def _forward(
+    axes: Axes, rule: Rule, query: Array, key: Array, value: Array, marks: Marks, sinks: Array | None
+) -> tuple[Array, tuple]:
     state = absorb(empty_state(query), query, *_gather_keys(axes, key, value, marks), rule)
-    out, logsumexp = finish(state, value.dtype)
-    return out, (query, key, value, marks, out, logsumexp)
+    out, logsumexp = finish(state, value.dtype, sinks)
+    return out, (query, key, value, marks, sinks, out, logsumexp)
 
 
-def _backward(axes: Axes, rule: Rule, residuals: tuple, d_out: Array) -> tuple[Array, Array, Array, None]:
-    query, key, value, marks, out, logsumexp = residuals
+def _backward(axes: Axes, rule: Rule, residuals: tuple, d_out: Array) -> tuple[Array, Array, Array, None, Array | None]:
+    query, key, value, marks, sinks, out, logsumexp = residuals
     # otherwise XLA stores the keys and values that the forward pass gathered
     key, value, d_out = lax.optimization_barrier((key, value, d_out))
     delta = delta_of(out, d_out, logsumexp)
     query_marks, keys = _gather_keys(axes, key, value, marks)
     dq, dk, dv = gradients(Queries(query, d_out, logsumexp, delta, query_marks), keys, rule)
     dk, dv = (psum_scatter(x, axes, 2) for x in (dk, dv))
-    return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), None
+    d_sinks = sink_gradient(sinks, logsumexp, delta)
+    return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), None, d_sinks
 
 
 _attend.defvjp(_forward, _backward)

@@ -144,13 +144,35 @@ def absorb(state: State, query: Float[Array, "B G R T K"], query_marks: Marks, k
     return State(join(states.top, -1), join(states.total, -1), join(states.mixed, -2))
 
 
-def finish(state: State, dtype: DTypeLike) -> tuple[Float[Array, "B G R T K"], Float[Array, "B G R T"]]:
-    """Return o / l in a dtype, and m + log l.
+def finish(
+    state: State, dtype: DTypeLike, sinks: Float[Array, " H"] | None
+) -> tuple[Float[Array, "B G R T K"], Float[Array, "B G R T"]]:
+    """Return o / l in a dtype, and m + log l; a sink is one more key, with a value of zeros, of each query of its head.
 
     Both have a `checkpoint_name`: if they are saved, the backward pass does not run the forward again.
     """
+    if sinks is not None:
+        scores = jnp.broadcast_to(_score_of_sinks(sinks, state.top), state.top.shape)
+        top = jnp.maximum(state.top, scores)
+        rescale = jnp.exp(state.top - top)
+        state = State(top, state.total * rescale + jnp.exp(scores - top), state.mixed * rescale[..., None])
     mixed, logsumexp = state.mixed / state.total[..., None], state.top + jnp.log(state.total)
     return checkpoint_name(mixed.astype(dtype), NAME), checkpoint_name(logsumexp, NAME)
+
+
+def sink_gradient(
+    sinks: Float[Array, " H"] | None, logsumexp: Float[Array, "B ... T"], delta: Float[Array, "B ... T"]
+) -> Float[Array, " H"] | None:
+    """Return the gradient of the sinks for these queries: ds = p (0 - delta) with p = exp(sink - logsumexp), summed."""
+    if sinks is None:
+        return None
+    d_scores = -jnp.exp(_score_of_sinks(sinks, logsumexp) - logsumexp) * delta
+    return jnp.sum(d_scores, axis=(0, -1)).reshape(sinks.shape).astype(sinks.dtype)
+
+
+def _score_of_sinks(sinks: Float[Array, " H"], rows: Float[Array, "B ... T"]) -> Float[Array, "1 ... 1"]:
+    """Return the sinks with the dims of `rows`, which are [B, G, R, T] or [B, H, T]."""
+    return sinks.astype(rows.dtype).reshape(1, *rows.shape[1:-1], 1)
 
 
 def delta_of(

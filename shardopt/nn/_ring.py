@@ -25,6 +25,7 @@ from shardopt.nn._flash import (
     gradients,
     heads_first,
     heads_last,
+    sink_gradient,
 )
 
 T = TypeVar("T")
@@ -83,6 +84,7 @@ def ring_attention(
     key: Float[Array, "B T G K"],
     value: Float[Array, "B T G K"],
     marks: Marks,
+    sinks: Float[Array, " H"] | None,
 ) -> Float[Array, "B T H K"]:
     """Return attention of these queries over the keys of all devices of the ring; a ring of one device is allowed.
 
@@ -90,15 +92,17 @@ def ring_attention(
     (float64) make as many. dK and dV start at the first neighbour; their own device adds its part at the end. No device stores
     the keys of another for the backward pass.
     """
-    return heads_last(_attend(ring, *heads_first(query, key, value), marks))
+    return heads_last(_attend(ring, *heads_first(query, key, value), marks, sinks))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(ring: Ring, query: Array, key: Array, value: Array, marks: Marks) -> Array:
-    return _forward(ring, query, key, value, marks)[0]
+def _attend(ring: Ring, query: Array, key: Array, value: Array, marks: Marks, sinks: Array | None) -> Array:
+    return _forward(ring, query, key, value, marks, sinks)[0]
 
 
-def _forward(ring: Ring, query: Array, key: Array, value: Array, marks: Marks) -> tuple[Array, tuple]:
+def _forward(
+    ring: Ring, query: Array, key: Array, value: Array, marks: Marks, sinks: Array | None
+) -> tuple[Array, tuple]:
     key_marks_at = _key_marks(ring, query.shape[-2])
     query_marks = key_marks_at(0, marks)
 
@@ -106,8 +110,8 @@ def _forward(ring: Ring, query: Array, key: Array, value: Array, marks: Marks) -
         if not ring.splash:
             keys = keys._replace(marks=key_marks_at(hop, keys.marks))
             return absorb(state, query, query_marks, keys, ring.rule)
-        causal = ring.rule.causal and isinstance(hop, int)  # this device's own block
-        update = lambda state: splash.absorb(state, query, query_marks, keys, causal=causal)  # noqa: E731
+        rule = _rule_of_block(ring, hop)
+        update = lambda state: splash.absorb(state, query, query_marks, keys, rule)  # noqa: E731
         return _unless_ahead(ring, hop, update, state)
 
     state, blocks = empty_state(query), Keys(key, value, marks)
@@ -123,12 +127,12 @@ def _forward(ring: Ring, query: Array, key: Array, value: Array, marks: Marks) -
         (state, next_blocks), _ = lax.scan(hop_step, (state, next_blocks), jnp.arange(1, ring.hops))
     if ring.hops:
         state = absorb_block(state, jnp.int32(ring.hops), next_blocks)
-    out, logsumexp = finish(state, value.dtype)
-    return out, (query, key, value, marks, out, logsumexp)
+    out, logsumexp = finish(state, value.dtype, sinks)
+    return out, (query, key, value, marks, sinks, out, logsumexp)
 
 
-def _backward(ring: Ring, residuals: tuple, d_out: Array) -> tuple[Array, Array, Array, None]:
-    query, key, value, marks, out, logsumexp = residuals
+def _backward(ring: Ring, residuals: tuple, d_out: Array) -> tuple[Array, Array, Array, None, Array | None]:
+    query, key, value, marks, sinks, out, logsumexp = residuals
     # otherwise XLA may store the keys and values that the forward pass received
     key, value, d_out = lax.optimization_barrier((key, value, d_out))
     key_marks_at = _key_marks(ring, query.shape[-2])
@@ -137,9 +141,9 @@ def _backward(ring: Ring, residuals: tuple, d_out: Array) -> tuple[Array, Array,
     def block_gradients(hop: Array | int, keys: Keys) -> list[Array]:
         if not ring.splash:
             return list(gradients(queries, keys._replace(marks=key_marks_at(hop, keys.marks)), ring.rule))
-        causal = ring.rule.causal and isinstance(hop, int)  # this device's own block
+        rule = _rule_of_block(ring, hop)
         zeros = [jnp.zeros(x.shape, logsumexp.dtype) for x in (query, keys.key, keys.value)]
-        kernel_gradients = lambda _: splash.gradients(queries, keys, causal=causal)  # noqa: E731
+        kernel_gradients = lambda _: splash.gradients(queries, keys, rule)  # noqa: E731
         return _unless_ahead(ring, hop, kernel_gradients, zeros)
 
     local_keys = Keys(key, value, marks)
@@ -163,10 +167,16 @@ def _backward(ring: Ring, residuals: tuple, d_out: Array) -> tuple[Array, Array,
         dq, sums, _ = carry
         local_key_gradients = jax.tree.map(jnp.add, local_key_gradients, send(ring, sums, -ring.hops))
     dk, dv = local_key_gradients
-    return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), None
+    d_sinks = sink_gradient(sinks, logsumexp, queries.delta)
+    return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), None, d_sinks
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def _rule_of_block(ring: Ring, hop: Array | int) -> Rule:
+    """Return the rule of a block without its position: this device's own block (a hop that is an int) alone is causal."""
+    return ring.rule._replace(causal=ring.rule.causal and isinstance(hop, int))
 
 
 def _unless_ahead(ring: Ring, hop: Array | int, update: Callable[[T], T], unchanged: T) -> T:

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from shardopt.mesh import device_kind_or_default
-from shardopt.nn._flash import NAME, TILE, Keys, Marks, Queries, Rule, State, delta_of
+from shardopt.nn._flash import NAME, TILE, Keys, Marks, Queries, Rule, State, delta_of, finish, sink_gradient
 from shardopt.nn._splash_backward import LANES
 from shardopt.nn._splash_backward import gradients as backward
 
@@ -23,6 +23,7 @@ def splash_attention(
     key: Float[Array, "B T G K"],
     value: Float[Array, "B T G V"],
     segments: Array | None,
+    sinks: Float[Array, " H"] | None,
     rule: Rule,
 ) -> Float[Array, "B T H V"]:
     """Return attention of whole rows in natural order."""
@@ -33,44 +34,51 @@ def splash_attention(
     if segments is not None:  # padding is of no segment
         segments = jnp.pad(segments, ((0, 0), (0, length - T)), constant_values=-1)
     heads_first = lambda x: jnp.swapaxes(jnp.pad(x, ((0, 0), (0, length - T), (0, 0), (0, 0))), 1, 2)  # noqa: E731
-    mixed: Any = _whole_rows(heads_first(_scale_query(query)), heads_first(key), heads_first(value), segments, rule)
+    qkv = heads_first(_scale_query(query)), heads_first(key), heads_first(value)
+    mixed: Any = _whole_rows(*qkv, segments, sinks, rule)
     return jnp.swapaxes(mixed, 1, 2)[:, :T].astype(value.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _whole_rows(query: Array, key: Array, value: Array, segments: Array | None, rule: Rule) -> Array:
-    return _whole_rows_forward(query, key, value, segments, rule)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _whole_rows(
+    query: Array, key: Array, value: Array, segments: Array | None, sinks: Array | None, rule: Rule
+) -> Array:
+    return _whole_rows_forward(query, key, value, segments, sinks, rule)[0]
 
 
 def _whole_rows_forward(
-    query: Array, key: Array, value: Array, segments: Array | None, rule: Rule
+    query: Array, key: Array, value: Array, segments: Array | None, sinks: Array | None, rule: Rule
 ) -> tuple[Array, tuple]:
     mixed, logsumexp = _run_kernel(query, key, value, segments, segments, rule)
-    mixed, logsumexp = checkpoint_name(mixed, NAME), checkpoint_name(logsumexp, NAME)
-    return mixed, (query, key, value, segments, mixed, logsumexp)
+    if sinks is None:
+        mixed, logsumexp = checkpoint_name(mixed, NAME), checkpoint_name(logsumexp, NAME)
+    else:  # the kernel's result is that of one key with this score
+        mixed, logsumexp = finish(State(logsumexp, jnp.ones_like(logsumexp), mixed), mixed.dtype, sinks)
+    return mixed, (query, key, value, segments, sinks, mixed, logsumexp)
 
 
-def _whole_rows_backward(rule: Rule, residuals: tuple, d_mixed: Array) -> tuple[Array, Array, Array, None]:
-    query, key, value, segments, mixed, logsumexp = residuals
+def _whole_rows_backward(
+    rule: Rule, residuals: tuple, d_mixed: Array
+) -> tuple[Array, Array, Array, None, Array | None]:
+    query, key, value, segments, sinks, mixed, logsumexp = residuals
     marks = Marks(None, segments)
     queries = Queries(query, d_mixed, logsumexp, delta_of(mixed, d_mixed, logsumexp), marks)
-    return *backward(queries, Keys(key, value, marks), rule, dtype=query.dtype), None
+    dq, dk, dv = backward(queries, Keys(key, value, marks), rule, dtype=query.dtype)
+    return dq, dk, dv, None, sink_gradient(sinks, logsumexp, queries.delta)
 
 
 _whole_rows.defvjp(_whole_rows_forward, _whole_rows_backward)
 
 
-def absorb(state: State, query: Float[Array, "B G R T K"], query_marks: Marks, keys: Keys, *, causal: bool) -> State:
+def absorb(state: State, query: Float[Array, "B G R T K"], query_marks: Marks, keys: Keys, rule: Rule) -> State:
     """Absorb a block of keys as `flash.absorb` does, for a block with as many keys as queries.
 
-    If `causal`, each query sees the keys up to its own index. T is a multiple of 128. The kernel's output is rounded to the
+    If the rule is causal, each query sees the keys up to its own index. T is a multiple of 128. The kernel's output is rounded to the
     dtype of query before blocks are summed.
     """
     B, G, R, T, K = query.shape
     scaled_query = _scale_query(query).reshape(B, G * R, T, K)
-    mixed, logsumexp = _run_kernel(
-        scaled_query, keys.key, keys.value, query_marks.segments, keys.marks.segments, Rule(causal, None)
-    )
+    mixed, logsumexp = _run_kernel(scaled_query, keys.key, keys.value, query_marks.segments, keys.marks.segments, rule)
     mixed, logsumexp = mixed.reshape(query.shape), logsumexp.reshape(query.shape[:-1])
     top = jnp.maximum(state.top, logsumexp)
     state_weight, block_weight = jnp.exp(state.top - top), jnp.exp(logsumexp - top)
@@ -81,14 +89,14 @@ def absorb(state: State, query: Float[Array, "B G R T K"], query_marks: Marks, k
     )
 
 
-def gradients(queries: Queries, keys: Keys, *, causal: bool) -> list[Array]:
+def gradients(queries: Queries, keys: Keys, rule: Rule) -> list[Array]:
     """Return the gradients of `flash.gradients`, for a block as in `absorb`."""
     query, d_out, logsumexp, delta, marks = queries
     B, G, R, _, K = query.shape
     merge_heads = lambda x: x.reshape(B, G * R, *x.shape[3:])  # noqa: E731
     rows = merge_heads(logsumexp), merge_heads(delta), marks
     queries = Queries(merge_heads(_scale_query(query)), merge_heads(d_out), *rows)
-    dq, dk, dv = backward(queries, keys, Rule(causal, None), dtype=logsumexp.dtype)
+    dq, dk, dv = backward(queries, keys, rule, dtype=logsumexp.dtype)
     return [dq.reshape(query.shape) * K**-0.5, dk, dv]
 
 
@@ -114,6 +122,7 @@ def _run_kernel(
         head_shards=1,
         q_seq_shards=1,
         save_residuals=True,
+        attn_logits_soft_cap=rule.softcap,
         interpret=not device_kind_or_default().startswith("TPU"),
     )
     ids = None if query_segments is None or key_segments is None else splash.SegmentIds(query_segments, key_segments)

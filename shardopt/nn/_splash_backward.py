@@ -20,11 +20,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from shardopt.mesh import device_kind_or_default
-from shardopt.nn._flash import HIDDEN, TILE, Keys, Marks, Queries, Rule
+from shardopt.nn._flash import HIDDEN, TILE, Keys, Marks, Queries, Rule, capped
 
 LANES = 128
 """The kernel needs tiles of a multiple of so many positions, and pads heads to a multiple of it."""
-_ALL = Rule(causal=False, window=None)
 Sums = tuple[Array, Array, Array]
 
 
@@ -51,7 +50,8 @@ def gradients(
     pairs_by_mask: dict[tuple[Rule, int], list[tuple[int, int]]] = {}  # pairs of pieces that have the same mask
     for query_lead in range(piece_size - T, T, piece_size):
         if _tiles(piece_size, query_lead, block, rule):
-            mask = (_ALL, 0) if _sees_all(piece_size, query_lead, rule) else (rule, query_lead)
+            sees_all = _sees_all(piece_size, query_lead, rule)
+            mask = (rule._replace(causal=False, window=None), 0) if sees_all else (rule, query_lead)
             pairs = [(i, i - query_lead) for i in range(max(query_lead, 0), T + min(query_lead, 0), piece_size)]
             pairs_by_mask.setdefault(mask, []).extend(pairs)
     zeros_like = lambda x: jnp.zeros(x.shape, jnp.float32)  # noqa: E731
@@ -168,7 +168,9 @@ def _add_tile(query_blocks: Any, key_blocks: Any, *refs: Any, rule: Rule, block:
     last_tile = pl.num_programs(3) - 1
     pl.when(tile == 0)(lambda: _clear(dq))
     pl.when((tile == 0) & (head == 0))(lambda: _clear(dk, dv))
-    scores = _product(key, query, 1, 1)
+    scores = capped(_product(key, query, 1, 1), rule.softcap)
+    # of the scores before the cap: tanh' = 1 - tanh^2
+    slope = None if rule.softcap is None else 1 - jnp.square(scores / rule.softcap)
     # position of the query minus position of the key
     gap = query_lead + (query_blocks[tile] - key_blocks[tile]) * block + _iota(1, block) - _iota(0, block)
     masks = []
@@ -182,7 +184,8 @@ def _add_tile(query_blocks: Any, key_blocks: Any, *refs: Any, rule: Rule, block:
     if masks:
         scores = jnp.where(functools.reduce(jnp.logical_and, masks), scores, HIDDEN)
     weights = jnp.exp(scores - logsumexp)
-    d_scores = (weights * (_product(value, d_out, 1, 1) - delta)).astype(query.dtype)
+    d_scores = weights * (_product(value, d_out, 1, 1) - delta)
+    d_scores = (d_scores if slope is None else d_scores * slope).astype(query.dtype)
     query_rows, key_rows = pl.ds(query_blocks[tile] * block, block), pl.ds(key_blocks[tile] * block, block)
     dv[key_rows] += _product(weights.astype(d_out.dtype), d_out, 1, 0)
     dk[key_rows] += _product(d_scores, query, 1, 0)

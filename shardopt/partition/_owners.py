@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec
 
-from shardopt.partition._plan import LeafPlan
+from shardopt.partition._plan import LeafPlan, largest_divisible_dim
 
 TENSOR = "tensor"
 
@@ -18,15 +18,22 @@ def owned_by_blocks(plan: LeafPlan, sizes: Mapping[str, int], *, scattered: bool
     and tensor if a rule names it. A leaf keeps its plan if it is not a stack of matrices, if it is replicated over
     data, or if these axes do not divide its number of blocks.
 
+    Outside of a `BlockModel`, the first dim of a leaf may count matrices. Parameters are sharded along it as well, if
+    the axes of the placement divide it and tensor does not shard the leaf. Nothing moves then. Otherwise another dim is
+    sharded if possible, so that each device holds a piece of each matrix.
+
     Args:
       plan: the plan of a leaf.
       sizes: mesh axis name -> size.
       scattered: whether gradients may be reduce-scattered by blocks directly, because parameters are not sharded over
         data.
     """
-    if not plan.stacked or plan.dim is None or len(plan.shape) < 3:
+    if plan.dim is None or len(plan.shape) < 3:
         return plan
     axes = plan.shard_axes
+    if not plan.stacked:
+        size = math.prod(sizes[axis] for axis in axes)
+        return plan if plan.experts else dataclasses.replace(plan, dim=_dim_of_stack(plan, size))
     if plan.pipelined:
         axes = ("pipeline", *axes)
     if TENSOR in tuple(plan.tensor):
@@ -36,3 +43,13 @@ def owned_by_blocks(plan: LeafPlan, sizes: Mapping[str, int], *, scattered: bool
     block_entries = [None if entry == TENSOR else entry for entry in plan.spec(sharded=False)[1:]]
     owner_spec = PartitionSpec(axes[0] if len(axes) == 1 else axes, *block_entries)
     return dataclasses.replace(plan, owned=owner_spec, dim=0 if scattered and not plan.pipelined else plan.dim)
+
+
+def _dim_of_stack(plan: LeafPlan, size: int) -> int:
+    """Return the dim over which a placement shards a leaf whose first dim may count matrices."""
+    assert plan.dim is not None
+    if TENSOR not in tuple(plan.tensor) and plan.shape[0] % size == 0:
+        return 0
+    taken = (True, *(entry is not None for entry in plan.tensor[1:]))
+    dim_of_matrix = largest_divisible_dim(plan.shape, size, taken)
+    return plan.dim if dim_of_matrix is None else dim_of_matrix

@@ -62,6 +62,8 @@ class StepSeconds(NamedTuple):
       spans: the timeline, ordered by start time.
       notes: assumptions of the estimate, as sentences.
       reason: why there are no estimates; None if there are.
+      all_operations: all operations, the most expensive first.
+      collectives: (kind, mesh axes) -> seconds of all its transfers, hidden ones too.
     """
 
     total: float | None
@@ -72,11 +74,16 @@ class StepSeconds(NamedTuple):
     spans: tuple[Span, ...] = ()
     notes: tuple[str, ...] = ()
     reason: str | None = None
+    all_operations: tuple[Operation, ...] = ()
+    collectives: Mapping[tuple[str, tuple[str, ...]], float] = {}
 
     def to_json(self) -> dict[str, object]:
-        """Return a dict of plain numbers and strings, without the timeline."""
+        """Return a dict of plain numbers and strings, with ten operations and without the timeline."""
         operations = [operation._asdict() for operation in self.operations]
-        return self._asdict() | {"operations": operations, "spans": len(self.spans)}
+        collectives = {f"{kind} over {' x '.join(axes)}": time for (kind, axes), time in self.collectives.items()}
+        fields = self._asdict() | {"operations": operations, "spans": len(self.spans), "collectives": collectives}
+        del fields["all_operations"]
+        return fields
 
     def __str__(self) -> str:
         """Return the sums in one line, the most expensive operations as a table, and the assumptions."""
@@ -175,7 +182,7 @@ def step_seconds(
         raise ValueError(error_text(problem, fix="leave it out, or pass one of both."))
     parsed = read_program(program, args, mesh=mesh)
     check_schedule(parsed.module, schedule)
-    chip = find_hardware(hardware) if hardware is not None else hardware_of(parsed.devices)
+    chip = find_hardware(hardware).per_device() if hardware is not None else hardware_of(parsed.devices)
     return walk_schedule(parsed, chip, schedule, kernels)
 
 
@@ -226,6 +233,7 @@ class _Walk:
     core: list[Span] = dataclasses.field(default_factory=list)
     transfers: list[Span] = dataclasses.field(default_factory=list)
     costs: dict[str, _Cost] = dataclasses.field(default_factory=dict)
+    collectives: dict[tuple[str, tuple[str, ...]], float] = dataclasses.field(default_factory=dict)
 
     def run(self, name: str, times: int = 1, *, branches: bool = True) -> None:
         """Run a computation `times` times at once; without `branches`, skip the branches directly in it."""
@@ -252,6 +260,8 @@ class _Walk:
         self.links.update(dict.fromkeys(action.axes, end))
         self.under_way[action.key] = end, action
         self.transfers.append(Span(" x ".join(action.axes), begin, end))
+        key = action.kind, action.axes
+        self.collectives[key] = self.collectives.get(key, 0.0) + action.seconds
 
     def wait(self, key: str) -> None:
         """Wait for a transfer. The wait is zero if the transfer has ended or sends nothing."""
@@ -278,24 +288,27 @@ class _Walk:
         """Return the sums as a `StepSeconds`."""
         exposed = math.fsum(cost.seconds for cost in self.costs.values() if cost.kind)
         compute = math.fsum(cost.seconds for cost in self.costs.values() if not cost.kind)
-        most_expensive = sorted(self.costs.values(), key=lambda cost: -cost.seconds)[:_MAX_OPERATIONS]
+        most_expensive = sorted(self.costs.values(), key=lambda cost: -cost.seconds)
+        operations = tuple(
+            Operation(
+                f"{cost.kind} {cost.line.name}" if cost.kind else cost.line.name,
+                cost.seconds,
+                cost.calls,
+                bool(cost.kind),
+                op_name_of(cost.line),
+                source_of(cost.line, frames),
+                cost.basis,
+            )
+            for cost in most_expensive
+        )
         return StepSeconds(
             total=compute + exposed,
             compute=compute,
             exposed=exposed,
             hidden=max(math.fsum(span.end - span.start for span in self.transfers) - exposed, 0.0),
-            operations=tuple(
-                Operation(
-                    f"{cost.kind} {cost.line.name}" if cost.kind else cost.line.name,
-                    cost.seconds,
-                    cost.calls,
-                    bool(cost.kind),
-                    op_name_of(cost.line),
-                    source_of(cost.line, frames),
-                    cost.basis,
-                )
-                for cost in most_expensive
-            ),
+            operations=operations[:_MAX_OPERATIONS],
+            all_operations=operations,
+            collectives=self.collectives,
             spans=tuple(sorted([*self.core, *self.transfers], key=lambda span: span.start)),
             notes=tuple(
                 f"assumed: {count} x {assumption}" for assumption, count in sorted(self.reader.assumed.items())

@@ -33,7 +33,8 @@ class Hardware:
       hides: kinds of collectives that overlap with inner products: all kinds on chips with a SparseCore or copy
         engines, gathers and permutes on TPUs that compute sums on the TensorCore.
       clock: cycles per second of a TPU's TensorCore, the unit of XLA:TPU's estimates; None for other chips.
-      cores: TensorCores that one device joins: 2 on v4 and v5p. A tpu7x shows its two as two devices.
+      cores: TensorCores that one device joins: 2 on v4 (megacore) and v5p. A tpu7x shows its two as two devices.
+      devices: devices that jax sees for a chip: 2 on tpu7x, else 1. A mesh of 8 chips of tpu7x has 16 devices.
     """
 
     name: str
@@ -48,6 +49,26 @@ class Hardware:
     hides: tuple[str, ...] = _ALL
     clock: float | None = None
     cores: int = 1
+    devices: int = 1
+
+    def per_device(self, devices: int | None = None) -> "Hardware":
+        """Return the rates of one device; `devices` of them share a chip's arithmetic, memory and links.
+
+        Args:
+          devices: by default `self.devices`.
+        """
+        count = self.devices if devices is None else devices
+        return dataclasses.replace(
+            self,
+            flops=self.flops / count,
+            memory_bytes=self.memory_bytes // count,
+            memory_bandwidth=self.memory_bandwidth / count,
+            link_bandwidth=self.link_bandwidth / count,
+            pod_chips=self.pod_chips * count,
+            network_bandwidth=self.network_bandwidth / count,
+            cores=max(self.cores // count, 1),
+            devices=1,
+        )
 
 
 class _Tpu(NamedTuple):
@@ -79,6 +100,7 @@ class _Tpu(NamedTuple):
             hides=("all-gather", "collective-permute") if self.name in ("v4", "v5e") else _ALL,
             clock=self.ghz * 1e9,
             cores=2 if self.name in ("v4", "v5p") else 1,
+            devices=2 if self.name == "tpu7x" else 1,
         )
 
 
@@ -162,12 +184,4 @@ def hardware_of(devices: Devices) -> Hardware | None:
     if name is None:
         return None
     places = {(getattr(device, "slice_index", 0), *getattr(device, "coords", (i,))) for i, device in enumerate(devices)}
-    chip, devices_per_chip = HARDWARE[name], len(devices) // len(places)
-    return dataclasses.replace(
-        chip,
-        flops=chip.flops / devices_per_chip,
-        memory_bytes=chip.memory_bytes // devices_per_chip,
-        memory_bandwidth=chip.memory_bandwidth / devices_per_chip,
-        link_bandwidth=chip.link_bandwidth / devices_per_chip,
-        network_bandwidth=chip.network_bandwidth / devices_per_chip,
-    )
+    return HARDWARE[name].per_device(len(devices) // len(places))

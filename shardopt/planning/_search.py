@@ -15,7 +15,8 @@ from shardopt.core._types import PyTree, Rules
 from shardopt.partition import LayoutBytes
 from shardopt.pipeline import schedules as known_schedules
 from shardopt.pipeline._kinds import KINDS, ScheduleKind
-from shardopt.planning._costs import Footprint, StepTime, Transfer, by_axis, footprint, step_time, traffic
+from shardopt.planning._costs import Footprint, StepTime, Transfer, by_axis, footprint, seconds, step_time, traffic
+from shardopt.planning._failures import Failures
 from shardopt.planning._hardware import HARDWARE, Hardware, find_hardware
 from shardopt.planning._layout import (
     Layout,
@@ -25,6 +26,7 @@ from shardopt.planning._layout import (
     state_layout_bytes,
 )
 from shardopt.planning._models import Transformer, find_model
+from shardopt.planning._recovery import Recovery, check_islands, duration, plan_recovery
 from shardopt.planning._searched import with_search_arguments
 from shardopt.planning._workload import Workload
 
@@ -44,6 +46,7 @@ class Prediction(NamedTuple):
       tokens_per_second: tokens per second of all chips together.
       rules: tensor rules of the workload.
       expert_leaves: regexes of the key paths of its expert leaves.
+      transfer_seconds: seconds of each of the transfers, those that overlap with computation too.
     """
 
     layout: Layout
@@ -54,6 +57,7 @@ class Prediction(NamedTuple):
     tokens_per_second: float
     rules: Rules
     expert_leaves: tuple[str, ...] = ()
+    transfer_seconds: tuple[float, ...] = ()
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -98,6 +102,20 @@ class Dropped(NamedTuple):
     missing_bytes: float
 
 
+class PlannedRecovery(NamedTuple):
+    """A way to survive failures, with the layout that it needs.
+
+    Attributes:
+      recovery: islands, spares, periods, goodput.
+      prediction: the fastest layout of one island, which is the whole job if there is one island.
+      tokens_per_second: tokens per second of all islands together, times the share of time in which they train.
+    """
+
+    recovery: Recovery
+    prediction: Prediction
+    tokens_per_second: float
+
+
 class Plans(NamedTuple):
     """The result of `plan`; `print` shows a table.
 
@@ -108,9 +126,10 @@ class Plans(NamedTuple):
       hardware: the chip.
       chips: number of chips.
       batch_size: rows of the global batch.
-      limit: bytes of a chip's memory that may be used.
+      limit: bytes of a device's memory that may be used.
       state_layouts: bytes that work on matrices sends under the fastest layout with each `opt_state_layout`, and the
         recommended one; None if the optimizer does not work on matrices.
+      recoveries: with `failures`, one way to survive them for each number of islands, the most tokens first.
     """
 
     ranked: tuple[Prediction, ...]
@@ -121,11 +140,17 @@ class Plans(NamedTuple):
     batch_size: int
     limit: float
     state_layouts: LayoutBytes | None = None
+    recoveries: tuple[PlannedRecovery, ...] = ()
 
     @property
     def best(self) -> Prediction:
         """The fastest layout."""
         return self.ranked[0]
+
+    @property
+    def devices(self) -> int:
+        """The number of devices of the mesh: a chip of tpu7x shows two."""
+        return self.chips * self.hardware.devices
 
     def table(self, count: int = 10) -> str:
         """Return a table of the fastest `count` layouts, and how many were dropped."""
@@ -151,13 +176,15 @@ def plan(
     gather_dtype: DTypeLike | None = jnp.bfloat16,
     scatter_dtype: DTypeLike | None = None,
     headroom: float = 0.1,
+    failures: Failures | None = None,
 ) -> Plans:
     """Rank all ways to distribute a model over chips by their predicted step time. No device is needed.
 
     Args:
       model: a name such as "llama3-8b", a `so.planning.Transformer`, or a `Workload` from `so.planning.trace(...)`.
       hardware: a name such as "v5p", or a `so.planning.Hardware`.
-      chips: number of chips.
+      chips: number of chips. A chip is one device, but a tpu7x is two: the meshes for 8 chips have 16 devices, each with
+        half of a chip's memory, arithmetic and links.
       batch_size: rows (sequences) of the global batch.
       tx: any optax transformation, for the bytes of its state and of its work on matrices; by default `optax.adamw`.
       slices: number of pods, joined by the data-centre network; each has an equal number of chips.
@@ -172,6 +199,8 @@ def plan(
       gather_dtype: dtype of the all-gathers of weights under fsdp; None is the dtype of the weights.
       scatter_dtype: dtype of the reduce-scatters of gradients, except under ddp; None is the dtype of the weights.
       headroom: share of a chip's memory that stays free for costs that the formulas do not count.
+      failures: how often chips fail, and what a failure costs. Then `.recoveries` has the period of checkpoints and
+        snapshots, spares, and goodput for each number of islands in it. See `so.planning.plan_recovery`.
 
     Returns:
       `Plans`: `.best` and `.ranked` have `.mesh` for `so.make_mesh(**...)` and `.strategy` for
@@ -198,22 +227,25 @@ def plan(
     """
     workload = model if isinstance(model, Workload) else find_model(model).workload()
     chip = find_hardware(hardware)
+    device = chip.per_device()
     _check(chips, batch_size, slices, placements, schedules, headroom)
+    for islands in failures.islands if failures else ():
+        _check_islands(islands, chips, batch_size, slices)
     opt_state = abstract_opt_state(workload, tx)
-    limit = chip.memory_bytes * (1 - headroom)
+    limit = device.memory_bytes * (1 - headroom)
     fitting, dropped = [], []
     remat_choices = workload.remat_choices() if remat is None else tuple(remat)
     for choice in remat_choices:
         workload.recompute(choice)  # raises for names that blocks do not have
     dtypes = gather_dtype, scatter_dtype
-    machine = {"hardware": chip, "batch_size": batch_size, "slices": slices}
+    machine = {"hardware": device, "batch_size": batch_size, "slices": slices}
     placed_models: dict[object, PlacedModel] = {}
 
     def placed_as(layout: Layout) -> PlacedModel:
         """Layouts that differ in schedule, micro-batches and remat alone have equal parameters: reuse them."""
         key = layout.placement, *layout.sizes.items()
         if key not in placed_models:
-            placed_models[key] = place(workload, layout, opt_state, tiled=chip.torus_dims > 0)
+            placed_models[key] = place(workload, layout, opt_state, tiled=device.torus_dims > 0)
         return placed_models[key]._replace(layout=layout)
 
     def rank(layouts: Iterable[Layout]) -> None:
@@ -227,13 +259,15 @@ def plan(
                 continue
             if prediction.memory.total > limit:
                 missing = prediction.memory.total - limit
-                dropped.append(Dropped(layout, f"needs {missing / 1e9:.2f} GB more than a chip has", missing))
+                dropped.append(Dropped(layout, f"needs {missing / 1e9:.2f} GB more than a device has", missing))
             else:
                 fitting.append(prediction)
 
     fixed_schedules = [name for name in schedules if name != "search"]
     tried_schedules = fixed_schedules or SCHEDULES[:1]
-    space = _Space(workload, chips, batch_size, slices, placements, tried_schedules, remat_choices, dtypes)
+    space = _Space(
+        workload, chips * chip.devices, batch_size, slices, placements, tried_schedules, remat_choices, dtypes
+    )
     rank(space.layouts())
     # "search" and gathering once are tried on the best layouts alone
     if "search" in schedules:
@@ -246,9 +280,47 @@ def plan(
     plans = Plans(tuple(fitting), tuple(dropped), workload, chip, chips, batch_size, limit)
     if not fitting:
         raise ValueError(_nothing_fits(plans))
-    if tx is None:
+    if tx is not None:
+        plans = plans._replace(state_layouts=state_layout_bytes(workload, plans.best.layout, tx))
+    if failures is None:
         return plans
-    return plans._replace(state_layouts=state_layout_bytes(workload, plans.best.layout, tx))
+
+    def fastest(islands: int) -> Prediction:
+        if islands == 1:
+            return plans.best
+        return plan(
+            workload,
+            hardware=chip,
+            chips=chips // islands,
+            batch_size=batch_size // islands,
+            tx=tx,
+            slices=max(slices // islands, 1),
+            placements=placements,
+            schedules=schedules,
+            remat=remat,
+            gather_dtype=gather_dtype,
+            scatter_dtype=scatter_dtype,
+            headroom=headroom,
+        ).best
+
+    recoveries = [_planned_recovery(failures, chips, islands, fastest(islands)) for islands in failures.islands]
+    recoveries.sort(key=lambda entry: -entry.tokens_per_second)
+    return plans._replace(recoveries=tuple(recoveries))
+
+
+def _planned_recovery(failures: Failures, chips: int, islands: int, prediction: Prediction) -> PlannedRecovery:
+    recovery = plan_recovery(failures, chips=chips, islands=islands, step_seconds=prediction.time.total)
+    return PlannedRecovery(recovery, prediction, islands * prediction.tokens_per_second * recovery.training_share)
+
+
+def _check_islands(islands: int, chips: int, batch_size: int, slices: int) -> None:
+    check_islands(islands, chips)
+    if batch_size % islands:
+        problem = f"{plural(batch_size, 'row')} per batch cannot be spread evenly over {plural(islands, 'island')}."
+        raise ValueError(format_error("plan", problem, fix=f"choose a batch_size divisible by {islands}."))
+    if slices % islands and islands % slices:
+        problem = f"{plural(islands, 'island')} cannot be spread evenly over {plural(slices, 'slice')}."
+        raise ValueError(format_error("plan", problem, fix="choose islands that divide the slices, or the reverse."))
 
 
 _SCHEDULE_NAMES = tuple(
@@ -312,7 +384,7 @@ class _Space(NamedTuple):
 
     Attributes:
       workload: the model.
-      chips: number of chips.
+      devices: number of devices.
       batch_size: rows of the global batch.
       slices: number of pods.
       placements: placements to try.
@@ -322,7 +394,7 @@ class _Space(NamedTuple):
     """
 
     workload: Workload
-    chips: int
+    devices: int
     batch_size: int
     slices: int
     placements: Sequence[str]
@@ -331,21 +403,21 @@ class _Space(NamedTuple):
     dtypes: tuple[DTypeLike | None, DTypeLike | None]
 
     def layouts(self) -> Iterator[Layout]:
-        """Yield the layouts of `chips` chips whose sizes divide the model and the batch.
+        """Yield the layouts of `devices` devices whose sizes divide the model and the batch.
 
-        - tensor and pipeline: powers of two up to 64, or small divisors of the number of chips. Stages divide the
+        - tensor and pipeline: powers of two up to 64, or small divisors of the number of devices. Stages divide the
           blocks.
         - replica: 1, or one copy per slice.
-        - context: divisors of the positions, if there are fewer rows than chips or rows of more than 16,384 positions.
+        - context: divisors of the positions, if there are fewer rows than devices or rows of more than 16,384 positions.
         - expert: divisors of the number of experts.
-        - data: the remaining chips.
+        - data: the remaining devices.
         - micro-batches: powers of two, with at least one row per device; in a pipeline at least one per stage.
         """
-        slice_chips = self.chips // self.slices
-        for tensor in _divisors(slice_chips, _MAX_SIZE if any(self.workload.tensor_sums) else 1):
-            stages = [n for n in _divisors(slice_chips // tensor, _MAX_SIZE) if self.workload.num_blocks % n == 0]
+        slice_devices = self.devices // self.slices
+        for tensor in _divisors(slice_devices, _MAX_SIZE if any(self.workload.tensor_sums) else 1):
+            stages = [n for n in _divisors(slice_devices // tensor, _MAX_SIZE) if self.workload.num_blocks % n == 0]
             for pipeline, context, expert in itertools.product(stages, self._contexts(), self._experts()):
-                copies, remainder = divmod(slice_chips // tensor, pipeline * context * expert)
+                copies, remainder = divmod(slice_devices // tensor, pipeline * context * expert)
                 copies *= self.slices
                 if remainder or self.batch_size % (copies * expert):
                     continue
@@ -383,15 +455,15 @@ class _Space(NamedTuple):
 
     def _contexts(self) -> list[int]:
         workload = self.workload
-        if workload.attention is None or (self.batch_size >= self.chips and workload.tokens <= _LONG_ROW):
+        if workload.attention is None or (self.batch_size >= self.devices and workload.tokens <= _LONG_ROW):
             return [1]
-        return [n for n in _divisors(self.chips, _MAX_SIZE, small=0) if workload.tokens % n == 0]
+        return [n for n in _divisors(self.devices, _MAX_SIZE, small=0) if workload.tokens % n == 0]
 
     def _experts(self) -> list[int]:
         experts = self.workload.experts
         if experts is None:
             return [1]
-        return [n for n in _divisors(self.chips, _MAX_SIZE, small=0) if experts.num_experts % n == 0]
+        return [n for n in _divisors(self.devices, _MAX_SIZE, small=0) if experts.num_experts % n == 0]
 
     def _chunks(self, pipeline: int, micro_batches: int, schedule: str | None) -> list[int]:
         two_chunks = [2] if self.workload.num_blocks % (2 * pipeline) == 0 else []
@@ -425,7 +497,7 @@ def predict(
     Args:
       workload: the model.
       layout: mesh sizes, placement, schedule, micro-batches.
-      hardware: the chip.
+      hardware: the chip, of which each device of the mesh has its part.
       batch_size: rows of the global batch.
       tx: the optimizer, for the bytes of its state; by default `optax.adamw`.
       opt_state: abstract optimizer state, if it is known already.
@@ -443,6 +515,7 @@ def predict(
       >>> round(prediction.memory.params / 1e9, 3), 0.5 < prediction.mfu < 1
       (0.502, True)
     """
+    hardware = hardware.per_device()
     if isinstance(layout.remat, str) and layout.pipeline > 1:
         problem = f"what remat={layout.remat!r} keeps in a pipeline is not predicted."
         raise ValueError(format_error("plan", problem, fix="use remat=True or False there."))
@@ -460,26 +533,36 @@ def predict(
         tokens_per_second=workload.tokens * batch_size / time.total,
         rules=workload.rules,
         expert_leaves=() if workload.experts is None else workload.experts.leaves,
+        transfer_seconds=tuple(seconds(transfer, layout, hardware, slices=slices) for transfer in transfers),
     )
 
 
 def _nothing_fits(plans: Plans) -> str:
     chip, limit = plans.hardware, plans.limit
     rows = plural(plans.batch_size, "row")
-    title = f"{plans.workload.name} on {plural(plans.chips, 'chip')} of {chip.name} with {rows} per batch"
+    title = f"{plans.workload.name} on {_machine(plans)} with {rows} per batch"
     too_large = [entry for entry in plans.dropped if entry.missing_bytes]
     if not too_large:
         fix = f"choose a batch_size that {plans.chips} chips divide evenly, or other chips."
         return format_error("plan", f"{title}: no layout divides evenly.", [entry.why for entry in plans.dropped], fix)
     lines = [f"{entry.layout}: {entry.missing_bytes:,.0f} bytes too many" for entry in too_large[:3]]
     need = limit + too_large[0].missing_bytes
-    share = limit / chip.memory_bytes
-    larger = sorted(
-        (known.memory_bytes, name) for name, known in HARDWARE.items() if known.memory_bytes * share >= need
-    )
+    share = limit / chip.per_device().memory_bytes
+    memories = {name: known.per_device().memory_bytes for name, known in HARDWARE.items()}
+    larger = sorted((memory, name) for name, memory in memories.items() if memory * share >= need)
     other = f", chips with more memory ({larger[0][1]})" if larger else ""
     fix = f"use about {-(-plans.chips * need // limit):.0f} chips or more{other}, or fewer rows per batch."
-    return format_error("plan", f"{title}: nothing fits into {limit:,.0f} bytes per chip; the nearest are:", lines, fix)
+    return format_error(
+        "plan",
+        f"{title}: nothing fits into {limit:,.0f} bytes per {'chip' if chip.devices == 1 else 'device'}; the nearest are:",
+        lines,
+        fix,
+    )
+
+
+def _machine(plans: Plans) -> str:
+    devices = f" ({plans.devices} devices)" if plans.hardware.devices > 1 else ""
+    return f"{plural(plans.chips, 'chip')} of {plans.hardware.name}{devices}"
 
 
 def _table(plans: Plans, count: int) -> str:
@@ -502,20 +585,44 @@ def _table(plans: Plans, count: int) -> str:
     first_width, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
     lines = ["  ".join([row[0].ljust(first_width), *map(str.rjust, row[1:], widths)]) for row in rows]
     model, batch = plans.workload, plural(plans.batch_size, "row")
-    machine = f"{plural(plans.chips, 'chip')} of {plans.hardware.name}"
     unlisted = len(plans.ranked) - count
     too_large = sum(entry.missing_bytes > 0 for entry in plans.dropped)
     uneven = len(plans.dropped) - too_large
     return "\n".join(
         [
-            f"{model.name} ({_count(model.num_parameters)} parameters) on {machine}, {batch} per batch",
+            f"{model.name} ({_count(model.num_parameters)} parameters) on {_machine(plans)}, {batch} per batch",
             *lines,
             *([f"... and {unlisted} more that fit"] if unlisted > 0 else []),
-            f"{plural(too_large, 'layout')} dropped for memory ({plans.limit / 1e9:.1f} GB per chip may be used)",
+            f"{plural(too_large, 'layout')} dropped for memory ({plans.limit / 1e9:.1f} GB per {'chip' if plans.hardware.devices == 1 else 'device'} may be used)",
             *([f"{plural(uneven, 'layout')} dropped for sizes that do not divide"] if uneven else []),
             *([] if plans.state_layouts is None else [str(plans.state_layouts)]),
+            *([] if not plans.recoveries else ["", *_recovery_lines(plans.recoveries)]),
         ]
     )
+
+
+def _recovery_lines(recoveries: Sequence[PlannedRecovery]) -> list[str]:
+    """Return a table of the ways to survive failures, and the time that the best one loses."""
+    best = recoveries[0].recovery
+    rows = [["islands", "spares", "checkpoint", "snapshot", "failure", "goodput", "tokens/s"]]
+    for entry in recoveries:
+        recovery = entry.recovery
+        rows.append(
+            [
+                str(recovery.islands),
+                str(recovery.spares),
+                *(
+                    "-" if steps is None else plural(steps, "step")
+                    for steps in (recovery.save_steps, recovery.snapshot_steps)
+                ),
+                f"every {duration(recovery.interval)}",
+                f"{recovery.goodput:.1%}",
+                f"{entry.tokens_per_second:,.0f}",
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lost = ", ".join(f"{cause} {share:.1%}" for cause, share in best.lost.items())
+    return ["  ".join(map(str.rjust, row, widths)) for row in rows] + [f"the first one loses: {lost}"]
 
 
 def _row(prediction: Prediction, columns: Sequence[str]) -> list[str]:

@@ -59,6 +59,8 @@ def topology_devices(topology: str, *, num_slices: int = 1) -> Devices:
     from jax.experimental import topologies
 
     options: dict[str, object] = {"wrap": wraps(dims)}
+    if chip.name == "v4":  # the two cores of a chip are one device, as on a real slice; libtpu's default shows two
+        options["chip_config_name"] = "megacore"
     if num_slices > 1:
         options["num_slices"] = num_slices
     with _without_a_tpu():

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TextIO
 
-from shardopt.core._errors import format_error, plural
+from shardopt.core._errors import CORRUPTED, format_error, plural
 from shardopt.runtime._discovery import Discovery
 from shardopt.runtime._files import acquire_lock, release_lock
 from shardopt.runtime._processes import Failures, failures
@@ -68,7 +68,7 @@ class _AttemptResult(NamedTuple):
     """The result of an attempt."""
 
     failed: tuple[int, int] | None  # rank and exit code (negative for a signal) of the process that failed first
-    killed: int  # how many ended by a signal from elsewhere, or caused the hang
+    killed: int  # how many ended by a signal from elsewhere, caused the hang, or have a device that computes wrong
     logs: tuple[Path, ...]
     hang_text: str = ""  # the message about a hang
     hang_seconds: float = 0.0  # seconds of the hang
@@ -88,6 +88,9 @@ class Job:
     - The train state comes from the memory of programs that outlive the processes, if
       `so.Checkpoints(memory_every=...)` puts it there.
 
+    A process that ends with code 117 has a device that computes wrong (`fit(verify_every=...)`). The next attempt runs
+    without it, or a spare takes its place. If neither is possible, the job ends with code 117.
+
     With `min_processes` the job is elastic. It continues with the processes and the snapshots that are left, and with
     `discovery_script` with more processes when more are available. Each attempt builds its mesh of the available
     devices.
@@ -101,8 +104,8 @@ class Job:
       log_dir: the folder for `process-0.log` and so on; a later attempt writes `process-0.restart-1.log`. While the
         job or any program that it started runs, no other job can use the same folder.
       max_restarts: how often the job is started again after a failure.
-      min_processes: the smallest number of processes. The next attempt runs without each process that was killed,
-        unless a spare takes its place. By default every attempt has all processes.
+      min_processes: the smallest number of processes. The next attempt runs without each process that was killed, or
+        has a device that computes wrong, unless a spare takes its place. By default every attempt has all processes.
       hang_timeout: seconds without progress of a live process that count as a hang; by default hangs are not
         detected. After a hang the stacks of all processes are written next to the logs (`process-0.stacks`), and the
         process that delays the others is named. Then the job ends as after a failure, with exit code 124. An action
@@ -214,6 +217,9 @@ class _Launcher:
             self.attempt += 1
             self.environment = {RESTART: str(self.attempt), HUNG_SECONDS: str(result.hang_seconds)}
             remaining = self.count if grows else self.count - max(0, result.killed - self.spares.ready())
+            if result.failed is not None and result.failed[1] == CORRUPTED and not self._can_drop(remaining):
+                job.say(f"launch: the job cannot go on without {plural(result.killed, 'process')} of {self.count}.")
+                return CORRUPTED
             self.count = (
                 self._wait_for_processes(remaining) if self.discovery else job.usable_count(remaining) or self.count
             )
@@ -221,6 +227,10 @@ class _Launcher:
                 return 128 + signal.SIGTERM
             reason = "to have more" if grows else f"restart {self.num_failures} of {job.max_restarts}"
             job.say(f"launch: starting again with {plural(self.count, 'process')}, {reason}.")
+
+    def _can_drop(self, remaining: int) -> bool:
+        """Return whether the job can go on with the processes that are left, or with others."""
+        return self.discovery is not None or self.job.usable_count(remaining) > 0
 
     def _count_failure(self, result: _AttemptResult) -> int | None:
         """Show a failure, and count it; return the exit code of the job if it must not start again."""
@@ -295,7 +305,7 @@ class _Launcher:
         if hang is not None:
             return _AttemptResult((hang.ranks[0], HUNG), len(hang.ranks) % self.count, logs, hang_text, hang.seconds)
         codes = {rank: code for rank, code in exits if code}
-        killed = len(_killed_ranks(codes))
+        killed = len(_corrupted_ranks(codes) or _killed_ranks(codes))
         return _AttemptResult(_first_failure(codes, reported_ranks), killed, logs, grows=grows)
 
     def _wait_for_exits(
@@ -465,7 +475,7 @@ def _first_failure(codes: dict[int, int], reported_ranks: Sequence[int]) -> tupl
     if not codes:
         return None
     first_seen = next(iter(codes))
-    first_failed = next(iter(_killed_ranks(codes)), None)
+    first_failed = next(iter([*_corrupted_ranks(codes), *_killed_ranks(codes)]), None)
     if first_failed is None:
         first_failed = (
             next((rank for rank in reported_ranks if rank in codes), first_seen)
@@ -483,6 +493,11 @@ def _killed_ranks(codes: dict[int, int]) -> list[int]:
     """
     first_seen = next(iter(codes), None)
     return [rank for rank, code in codes.items() if code < 0 and (code != -signal.SIGABRT or rank == first_seen)]
+
+
+def _corrupted_ranks(codes: dict[int, int]) -> list[int]:
+    """Return the ranks whose devices compute wrong; all processes of the job found that together, and end."""
+    return [rank for rank, code in codes.items() if code == CORRUPTED]
 
 
 def _report_exit(member: _Member, finished: "queue.SimpleQueue[tuple[int, int]]") -> None:

@@ -1,5 +1,6 @@
 """This process as one of a job: join the others, report a failure, end at once, return freed memory."""
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -111,7 +112,7 @@ def _follow_launcher() -> None:
     def hook(error_type: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         report_failure()
         sys.__excepthook__(error_type, error, traceback)
-        end_at_once(1)
+        end_at_once(getattr(error, "exit_code", 1))
 
     sys.excepthook = hook
     if sys.platform == "linux":
@@ -142,6 +143,25 @@ def end_at_once(code: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+@functools.cache
+def use_exit_codes() -> None:
+    """Let this process end with the `exit_code` of an error that is not caught, if the error has one.
+
+    Python ends with code 1 after any uncaught error. So the handlers of `atexit` run here, and then the process ends.
+    """
+    previous_hook = sys.excepthook
+
+    def hook(error_type: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        previous_hook(error_type, error, traceback)
+        if hasattr(error, "exit_code"):
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(getattr(error, "exit_code", 1))
+
+    sys.excepthook = hook
 
 
 class Failures:

@@ -4,13 +4,10 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from shardopt.config._check import check_config
 from shardopt.config._config import StrategyConfig
-from shardopt.config._layout import Layout, shardings
+from shardopt.config._layout import Layout
 from shardopt.core._errors import format_error
 from shardopt.core._tracebacks import api_boundary
 from shardopt.core._types import Metric, PyTree, TrainState
@@ -22,20 +19,21 @@ from shardopt.partition import Report, report
 from shardopt.step._average import EvaluationFn
 from shardopt.step._batches import as_arrays
 from shardopt.step._cache import LayoutCache, limit_in_flight
-from shardopt.step._compile import AotCompiled, make_program
+from shardopt.step._init import make_state
 from shardopt.step._inputs import (
     check_batch,
     check_not_traced,
     check_params,
     check_placement,
     check_state,
-    copied,
     is_init_fn,
     place_batch,
     typed_key,
 )
+from shardopt.step._norms import Norms
 from shardopt.step._optimizer import Metrics, ShardedOptimizer
 from shardopt.step._step import CompiledStep, Program, compile_step
+from shardopt.step._verified import VerifiedStep
 
 StepCache = LayoutCache[CompiledStep]
 
@@ -70,8 +68,27 @@ class BatchFn:
         return program.lower(*args)
 
 
+class NormsFn(BatchFn):
+    """`opt.step.with_norms`."""
+
+    @api_boundary
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics, Norms]:
+        """Take a step; return metrics and norms as well."""
+        state, metrics, norms = super().__call__(state, batch)
+        return state, values(metrics), norms
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainFn(BatchFn):
-    """`opt.step`."""
+    """`opt.step`.
+
+    Attributes:
+      verified: checks a state and a batch, and returns the step with sums for them, and the placed batch.
+      with_norms: the same step, which also returns norms of each leaf.
+    """
+
+    verified: Callable[[TrainState, PyTree], tuple[VerifiedStep, PyTree]]
+    with_norms: NormsFn
 
     @api_boundary
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
@@ -94,6 +111,7 @@ class StrategyFunctions:
       views: chooses the view of each batch shape, for steps.
       evaluation_views: chooses the view of each batch shape, for evaluations.
       checked_steps: the ids of the compiled steps that have checked the placement of a state.
+      verified_steps: the steps with sums, by the id of the compiled step.
     """
 
     config: StrategyConfig
@@ -101,6 +119,7 @@ class StrategyFunctions:
     views: Views
     evaluation_views: Views
     checked_steps: set[int] = dataclasses.field(default_factory=set)
+    verified_steps: dict[int, VerifiedStep] = dataclasses.field(default_factory=dict)
 
     @property
     def cache(self) -> StepCache:
@@ -111,35 +130,19 @@ class StrategyFunctions:
         """Create the train state, sharded, from parameters or from `init_fn(rng)`; `rng` also seeds the steps."""
         check_not_traced(self.config, params, rng)
         with jax.transfer_guard("allow"):  # init must copy parameters to devices
-            return self.make_state(params, rng)
-
-    def make_state(self, params: PyTree, rng: jax.Array | None) -> TrainState:
-        """Return the first train state, sharded; it shares no buffer with the user's arrays."""
-        config = self.config
-        key = typed_key(config, rng)
-        init_key = key if rng is None else rng
-        from_key = is_init_fn(params)
-        compiled = self.cache.of(check_params(config, jax.eval_shape(params, init_key) if from_key else params))
-        in_shardings = (shardings(config.mesh, compiled.layout.specs.params),)
-        if from_key:
-            placed_params = init_program(config, compiled, params)(_replicate_key(config, init_key))
-        else:
-            if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
-                fix = "pass arrays, or a function and a key: init(init_fn, rng)."
-                raise TypeError(format_error(config.strategy, "init was given shapes without values.", fix=fix))
-            # device_put hands back the same buffer on a device that has it already, even with may_alias=False.
-            copy = make_program(config, copied, in_shardings, compiled.shardings.params)
-            placed_params = copy(jax.device_put(params, compiled.shardings.params))
-        # A copy, because a transformation that keeps the parameters in its state would return the same buffers.
-        init_opt_state = lambda params: copied(compiled.init_opt_state(params))  # noqa: E731
-        opt_state = make_program(config, init_opt_state, in_shardings, compiled.shardings.opt_state)(placed_params)
-        # fold_in, so that the steps do not draw the same numbers as init_fn.
-        step_and_key = np.int32(0), np.asarray(jax.random.key_data(jax.random.fold_in(key, 0)))
-        step, rng = jax.device_put(step_and_key, (compiled.shardings.step, compiled.shardings.rng))
-        return TrainState(step, placed_params, opt_state, rng)
+            key = typed_key(self.config, rng)
+            init_key = key if rng is None else rng
+            shapes = jax.eval_shape(params, init_key) if is_init_fn(params) else params
+            compiled = self.cache.of(check_params(self.config, shapes))
+            return make_state(self.config, compiled, params, key, init_key)
 
     def prepare(self, state: TrainState, batch: PyTree, views: Views) -> tuple[CompiledStep, PyTree]:
         """Check a state and a batch; return the programs in the view of the batch, and the placed batch."""
+        view, placed = self.prepare_batch(state, batch, views)
+        return self.caches[view].of(state.params), placed
+
+    def prepare_batch(self, state: TrainState, batch: PyTree, views: Views) -> tuple[str, PyTree]:
+        """Check a state and a batch; return the view of the batch, and the placed batch."""
         check_state(self.config, state)
         batch = as_arrays(self.config.strategy, batch)
         check_batch(self.config, batch)
@@ -148,12 +151,29 @@ class StrategyFunctions:
             check_placement(self.config, compiled.abstract, compiled.shardings, state)
             self.checked_steps.add(id(compiled))
         placed = place_batch(self.config, batch)
-        return self.caches[views.of(compiled.layout, placed)].of(state.params), placed
+        return views.of(compiled.layout, placed), placed
+
+    def prepare_verified(self, state: TrainState, batch: PyTree) -> tuple[VerifiedStep, PyTree]:
+        """Return the step with sums, and the placed batch."""
+        view, placed = self.prepare_batch(state, batch, self.views)
+        compiled = self.caches[view].of(state.params)
+        new_step = VerifiedStep(self.config.replace(view=view), compiled.layout, {})
+        return self.verified_steps.setdefault(id(compiled), new_step), placed
 
     def prepare_step(self, state: TrainState, batch: PyTree) -> tuple[Program, tuple[PyTree, PyTree]]:
         """Return the program of a step and its arguments."""
         compiled, placed = self.prepare(state, batch, self.views)
         return compiled.step, (state, placed)
+
+    def prepare_step_with_norms(self, state: TrainState, batch: PyTree) -> tuple[Program, tuple[PyTree, PyTree]]:
+        """Return the program of a step that also returns norms, and its arguments."""
+        if self.config.per_replica:
+            problem = "the replicas train apart, each with gradients of its own, so there are no norms of all of them."
+            fix = "use step, or the norms of the strategy inside."
+            raise ValueError(format_error(self.config.strategy, problem, fix=fix))
+        compiled, placed = self.prepare(state, batch, self.views)
+        assert compiled.step_with_norms is not None
+        return compiled.step_with_norms, (state, placed)
 
     def prepare_evaluate(self, state: TrainState, batch: PyTree) -> tuple[Program, tuple[PyTree, PyTree]]:
         """Return the program of an evaluation and its arguments."""
@@ -222,7 +242,12 @@ def build(
     functions, limit = StrategyFunctions(config, caches, views, evaluation_views), limit_in_flight(config)
     return ShardedOptimizer(
         init=api_boundary(functions.init),
-        step=TrainFn(functions.prepare_step, limit),
+        step=TrainFn(
+            functions.prepare_step,
+            limit,
+            functions.prepare_verified,
+            NormsFn(functions.prepare_step_with_norms, limit),
+        ),
         evaluate=EvaluationFn(BatchFn(functions.prepare_evaluate, limit)),
         synchronize=api_boundary(functions.synchronize),
         specs=api_boundary(functions.specs),
@@ -231,17 +256,3 @@ def build(
         mesh=config.home.mesh,
         config=config._replace(report=functions.report),
     )
-
-
-def _replicate_key(config: StrategyConfig, key: jax.Array) -> jax.Array:
-    """Put a key on the mesh as numbers, because jax puts no typed key on devices of other processes."""
-    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    numbers = np.asarray(jax.random.key_data(key) if typed else key)
-    placed = jax.device_put(numbers, NamedSharding(config.mesh, PartitionSpec()))
-    return jax.random.wrap_key_data(placed) if typed else placed
-
-
-def init_program(config: StrategyConfig, compiled: CompiledStep, init_fn: Callable[[jax.Array], PyTree]) -> AotCompiled:
-    """Return the jitted `init_fn` with a sharded result: each device makes only its own shard."""
-    replicated = NamedSharding(config.mesh, PartitionSpec())
-    return make_program(config, lambda rng: copied(init_fn(rng)), replicated, compiled.shardings.params)

@@ -5,12 +5,15 @@ import functools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardopt.collectives import all_reduce, constrain_tensor, per_device
+from shardopt.collectives._per_device import TENSOR
 from shardopt.config._compression import compress_mean, manual_specs
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
+from shardopt.core._checksum import LIMBS, checksum_of, from_limbs, to_limbs
 from shardopt.core._types import Metric, PyTree, Weighted
 from shardopt.losses._batch_dims import batch_specs
 from shardopt.losses._global_view import global_gradients, global_loss
@@ -49,19 +52,24 @@ def make_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Grad
     def local(params, batch, step, rng, reducer_state):
         params = [_unstack(config, x) for x in params]
         grads, parts = differentiate(config, layout, params, batch, step, rng)
+        sums = None
+        if config.sums:
+            sums = from_limbs(grads.pop()) + checksum_of(jax.tree.leaves(parts.loss))
+            sums = sums.reshape(*[1 for _ in per_device_axes], 2)
         parts = sum_parts(parts, config.axes)
         grads, reducer_state = _reduce(config, layout, grads, parts.loss, reducer_state)
-        return *jax.tree.map(lambda x: _stack(config, x), (grads, parts)), reducer_state
+        return *jax.tree.map(lambda x: _stack(config, x), (grads, parts)), reducer_state, sums
 
+    per_device_axes = [axis for axis in config.mesh.axis_names if axis != TENSOR]
     state_specs = None if compression is None else manual_specs(compression)
-    out_specs = grad_specs(config, layout), config.axes.stack(), state_specs
+    out_specs = grad_specs(config, layout), config.axes.stack(), state_specs, PartitionSpec(*per_device_axes)
 
     def gradients(params, batch, step, rng, reducer_state=None):
         specs = *in_specs(config, layout, batch), state_specs
         run = per_device(local, config.mesh, in_specs=specs, out_specs=out_specs)
-        grads, parts, state = run(layout.treedef.flatten_up_to(params), batch, step, rng, reducer_state)
+        grads, parts, state, sums = run(layout.treedef.flatten_up_to(params), batch, step, rng, reducer_state)
         loss, metrics = parts.divided()
-        return Gradients(layout.merge([None] * len(layout.plans), grads), loss, metrics, parts.updates, state)
+        return Gradients(layout.merge([None] * len(layout.plans), grads), loss, metrics, parts.updates, state, sums)
 
     return gradients
 
@@ -140,7 +148,8 @@ def micro_batch_gradients(
 ) -> tuple[list[jax.Array], LossParts]:
     """Return the local gradients of the trained leaves, summed over micro-batches, and loss parts [micro_batches, ...].
 
-    If the placement shards gradients, they are reduce-scattered over data already.
+    If the placement shards gradients, they are reduce-scattered over data already. If the config asks for sums, the sum of
+    the local gradients' bits follows the last gradient, as limbs.
     """
     return _MicroBatches(config, layout, params, batch, step, rng).gradients()
 
@@ -165,21 +174,27 @@ class _MicroBatches:
 
     def gradients(self) -> tuple[list[jax.Array], LossParts]:
         # Without the constraint, the partitioner would replicate the accumulators over tensor.
-        constrain_sums = lambda sums: constrain_tensor(sums, [plan.tensor for plan in self.layout.trained])  # noqa: E731
+        specs = [*(plan.tensor for plan in self.layout.trained), *[PartitionSpec()] * self.config.sums]
+        constrain_sums = lambda sums: constrain_tensor(sums, specs)  # noqa: E731
         count, cut_rows = self.config.loss.micro_batches, functools.partial(cut, self.config)
         return accumulate(self.run, self.batch, count, constrain_sums, self.sum_weights, cut_rows)
 
     def run(self, micro_batch, index, weights=None):
         config, sharded = self.config, self.config.placement
         trained = self.layout.trained_leaves(self.params)
-        grads, parts = jax.grad(self.objective, has_aux=True)(trained, micro_batch, self.key(index), weights)
+        probe = jnp.zeros(LIMBS) if config.sums and config.gathers else None
+        differentiate = jax.grad(self.objective, argnums=(0, 1), has_aux=True)
+        (grads, limbs), parts = differentiate(trained, probe, micro_batch, self.key(index), weights)
+        if config.sums and probe is None:
+            limbs = to_limbs(checksum_of(jax.lax.optimization_barrier(grads)))
         if sharded.grads and not sharded.params:
             grads = reduce_scatter_grads(config.wire, grads, self.layout.trained)
-        return _keep_in_loop(grads) if sharded.grads and config.loss.micro_batches > 1 else grads, parts
+        grads = _keep_in_loop(grads) if sharded.grads and config.loss.micro_batches > 1 else grads
+        return [*grads, *[limbs] * config.sums], parts
 
-    def objective(self, trained, micro_batch, key, weights):
+    def objective(self, trained, probe, micro_batch, key, weights):
         params = self.layout.merge(self.params, trained)
-        parts = loss_of_rows(self.config, self.layout, params, micro_batch, key)
+        parts = loss_of_rows(self.config, self.layout, params, micro_batch, key, probe)
         if weights is None and isinstance(parts.loss.weight, tuple):  # a single micro-batch has all weights
             weights = all_reduce(jax.lax.stop_gradient(parts.loss.weight), self.config.axes.summed)
         return objective(parts.loss, self.config.num_pieces, weights), parts

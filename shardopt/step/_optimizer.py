@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from shardopt.config._config import StrategyConfig
 from shardopt.core._errors import error_text, format_error
 from shardopt.core._types import Metric, PyTree, TrainState
+from shardopt.step._norms import Norms
 
 Metrics = dict[str, jax.Array]
 
@@ -28,8 +29,25 @@ class StepFn(Protocol):
         """Return the next train state, and loss, gradient norm and metrics of the batch. Donates `state`."""
         ...
 
+    @property
+    def with_norms(self) -> "NormsStepFn":
+        """The same step, which also returns the norms of each leaf and layer; a program of its own."""
+        ...
+
     def with_kinds(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array | Metric]]:
         """Take a step and return metrics with their kinds, `Sum`, `Max` or `Min`, so that they can be combined with others."""
+        ...
+
+    def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
+        """Return the lowered program, also for abstract arguments."""
+        ...
+
+
+class NormsStepFn(Protocol):
+    """`step.with_norms(state, batch)`."""
+
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics, Norms]:
+        """Return the next train state, the metrics, and the norms of gradients, updates and parameters. Donates `state`."""
         ...
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
@@ -81,6 +99,7 @@ class ShardedOptimizer(NamedTuple):
       step: `step(state, batch) -> (state, metrics)`. Jitted; donates `state`. `step.lower(state, batch)`
         returns the `jax.stages.Lowered` program, also for abstract arguments. An array that is two leaves of `state`,
         or a leaf of both `state` and `batch`, is copied first, because its memory can be donated only once.
+        `step.with_norms(state, batch) -> (state, metrics, norms)` also returns `so.training.Norms`.
       evaluate: `evaluate(state, batch, params=None) -> metrics`, the loss and aux metrics of a batch: no gradient, no
         rng, nothing donated. `params="average"` evaluates the average of `so.with_average`.
       synchronize: `synchronize(state) -> state`, once all copies of the state are complete and equal. In a synchronous

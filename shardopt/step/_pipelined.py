@@ -11,6 +11,7 @@ from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.core._block_model import BLOCKS, BlockModel, as_block_model, call
 from shardopt.core._block_remat import checkpointed
+from shardopt.core._checksum import checksum_of, to_limbs
 from shardopt.core._errors import format_error
 from shardopt.core._types import PyTree, replaced
 from shardopt.losses._batch_dims import num_rows
@@ -62,7 +63,12 @@ def pipelined_gradients(
     if config.placement.grads:
         outer_grads = reduce_scatter_grads(config.wire, outer_grads, outer_plans)
     next_block, next_outer = iter(block_grads), iter(outer_grads)
-    return [next(next_block if plan.stacked else next_outer) for plan in layout.trained], sums.parts
+    grads = [next(next_block if plan.stacked else next_outer) for plan in layout.trained]
+    if (
+        config.sums
+    ):  # gradients that the placement shards are reduced already, so their sums would say nothing of a device
+        grads.append(to_limbs(checksum_of([] if config.placement.grads else grads)))
+    return grads, sums.parts
 
 
 def _as_stored(grads: Arrays, plans: list[LeafPlan]) -> Arrays:
@@ -174,7 +180,7 @@ class _PipelinedModel:
 
     def block(self, block_args: Arrays, x: Arrays) -> Arrays:
         (*leaves, number, m), (shapes, treedef) = block_args, self._x
-        if _gathers(self.config) and not self.config.gathers_once:
+        if self.config.gathers and not self.config.gathers_once:
             leaves = all_gather_leaves(self.config, leaves, self._block_plans, of_block=True)
 
         def run(weights, x):
@@ -249,13 +255,9 @@ def _pipelined_model(
     model = as_block_model(with_rows(row_context(config), config.loss.loss_fn))
     assert model is not None
     micro_batches, assemble = cut(config, batch, config.loss.micro_batches)
-    if _gathers(config):
+    if config.gathers:
         _, outer = _block_and_outer(layout)
         gathered = all_gather_leaves(config, [params[i] for i in outer], [layout.plans[i] for i in outer])
         params = replaced(params, outer, gathered)
     rows = num_rows(config, batch) // config.loss.micro_batches
     return _PipelinedModel(config, layout, model, params, micro_batches, assemble, rows, step, rng)
-
-
-def _gathers(config: StrategyConfig) -> bool:
-    return config.placement.params or config.wire.gather_dtype is not None

@@ -1,6 +1,7 @@
 """The update in the global view: one optax update, placed by constraints; then the all-gather, and the gradient's norm."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,20 @@ from shardopt.step._gradients import grad_specs
 from shardopt.transforms._skip_anomalies import unless_skipped
 
 
+class Change(NamedTuple):
+    """What an update changes: trees of the trainable leaves, sharded like the optimizer state.
+
+    Attributes:
+      gradients: the gradients that the optax transformation receives.
+      updates: the updates that it returns.
+      params: the parameters before the update.
+    """
+
+    gradients: PyTree
+    updates: PyTree
+    params: PyTree
+
+
 def apply_update(
     config: StrategyConfig,
     layout: Layout,
@@ -27,8 +42,8 @@ def apply_update(
     opt_state: PyTree,
     gradients: Gradients,
     value_fn: Callable[[PyTree], jax.Array],
-) -> tuple[PyTree, PyTree]:
-    """Return (new params, new optimizer state): the params for `all_gather_params`, the state where it is stored.
+) -> tuple[PyTree, PyTree, Change]:
+    """Return new params for `all_gather_params`, the new optimizer state where it is stored, and what was changed.
 
     Gradients and parameters are sharded like the optimizer state, so each device updates its own shard. If the state of
     whole matrices lives at owners, their gradients are sent there and their updates sent back, see `owned_update`.
@@ -50,7 +65,7 @@ def apply_update(
     extra_args = ExtraArgs(gradients.loss, grads, loss_at, grad_at)
     updates, new_opt_state = _update(config, layout, grads, opt_state, shards, extra_args)
     check_same_form(config.strategy, opt_state, new_opt_state)
-    opt_state = new_opt_state
+    opt_state, change = new_opt_state, Change(grads, updates, shards)
     shards = place(optax.apply_updates(shards, updates), shard_specs)
     new_params = layout.merge(frozen, jax.tree.leaves(shards))
     new_params = unless_skipped(opt_state, new_params, _replace_updated(config, layout, new_params, gradients.updates))
@@ -58,8 +73,9 @@ def apply_update(
     if layout.compression is not None:
         opt_specs, abstract_state = opt_specs.optimizer, abstract_state.optimizer
     if "opt_state" in config.update.offload:
-        return new_params, to_host(config.update.offload, abstract_state, opt_state, shardings(config.mesh, opt_specs))
-    return new_params, place(opt_state, opt_specs)
+        opt_state = to_host(config.update.offload, abstract_state, opt_state, shardings(config.mesh, opt_specs))
+        return new_params, opt_state, change
+    return new_params, place(opt_state, opt_specs), change
 
 
 def all_gather_params(config: StrategyConfig, layout: Layout, params: PyTree) -> PyTree:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +12,8 @@ import jax
 import numpy as np
 
 from shardopt.checkpoint._checkpoints import Checkpoints
+from shardopt.checkpoint._hashed import is_hashed
+from shardopt.checkpoint._sums import LeafSums
 from shardopt.core._arguments import check_count, check_flag
 from shardopt.core._early_stopping import (
     EarlyStopping,
@@ -23,7 +26,7 @@ from shardopt.core._early_stopping import (
 )
 from shardopt.core._errors import NonFiniteLossError, calling, format_error, plural
 from shardopt.core._tracebacks import api_boundary
-from shardopt.core._types import PyTree, TrainState
+from shardopt.core._types import PyTree, TrainState, leaves_with_paths
 from shardopt.losses._batch_dims import num_rows
 from shardopt.runtime._probe import probe_or_warn
 from shardopt.runtime._progress import is_reported
@@ -33,6 +36,7 @@ from shardopt.training._evaluation import Evaluate, Evaluation, call_evaluate
 from shardopt.training._goodput import Goodput, Ledger
 from shardopt.training._loggers import Log, as_loggers, open_log, reopen, show_progress
 from shardopt.training._metrics import Meter, check_state
+from shardopt.training._norms import NormLog, check_metrics_every
 from shardopt.training._profile import Profiler, check_profile
 from shardopt.training._resume import (
     END,
@@ -49,6 +53,7 @@ from shardopt.training._resume import (
 )
 from shardopt.training._spikes import MOST_ROLLBACKS, Spikes, spikes_of
 from shardopt.training._tolerance import tolerated
+from shardopt.training._verify import Verification, verification_of
 
 
 class FitResult(NamedTuple):
@@ -60,7 +65,7 @@ class FitResult(NamedTuple):
       step: total steps taken, including earlier runs.
       stopped: "completed" (num_steps reached), "early" (early stopping), "sigterm", "interrupted" (Ctrl-C) or
         "exhausted" (no more batches).
-      history: the metrics that this call logged, `{"step": n, "loss": ..., ...}` each.
+      history: the metrics that this call logged, `{"step": n, "loss": ..., ...}` each, without the norms of leaves.
       best: `{"step": n, metric: value}`, the best value that early stopping saw, including earlier runs; None without
         it.
       goodput: the share of time spent on steps that count; on the first process it includes earlier attempts.
@@ -88,11 +93,13 @@ def fit(
     checkpoints: Checkpoints | None = None,
     log: Log | Sequence[Log] | None = None,
     log_every: int = 10,
+    metrics_every: int | None = None,
     agree_every: int = 10,
     progress: bool = True,
     on_nonfinite: Literal["raise", "skip"] = "raise",
     on_spike: Literal["skip", "rollback"] | None = None,
     profile: tuple[int, int] | None = None,
+    verify_every: int | None = None,
 ) -> FitResult:
     """Train until `num_steps` total steps are taken, or something ends the run earlier.
 
@@ -120,6 +127,9 @@ def fit(
     returned state is `opt.synchronize` of the last state, and the last evaluation uses it. Checkpoints hold states
     before synchronization, so a resumed run equals an unbroken one.
 
+    **Silent corruption.** With `verify_every` a run restores only a snapshot or checkpoint whose sums are right. A damaged
+    checkpoint is renamed to `<step>.damaged`, and the next copy is used.
+
     **Several processes.** All call `fit` with the same arguments and draw the same number of batches. A signal or early
     stopping on one process stops all at the same step. The first process shows progress and writes logs.
 
@@ -139,6 +149,10 @@ def fit(
       log: `log(step, metrics)`, or several: `so.training.jsonl`, `tensorboard`, `wandb`, `mlflow`, `trackio` or any function.
       log_every: steps between reports of `opt.step`'s metrics, steps_per_second, examples_per_second and goodput (see
         `so.training.Goodput`).
+      metrics_every: steps between norms of the gradient, the update and the parameters, of each leaf and each layer of
+        stacked blocks; by default none. The log gets "gradient_norm/PATH/layer_0", "update_norm/..." and "param_norm/...",
+        which `so.training.plot_norms` draws. Other steps stay as they are; these steps are a second compiled program.
+        Norms that are due in a verified step are those of the next step.
       agree_every: steps between agreements of several processes whether to stop.
       progress: show a bar on a terminal, a second bar while `so.training.evaluation` runs, and lines elsewhere, on
         standard error. Messages about resuming are printed even if False.
@@ -150,6 +164,9 @@ def fit(
       profile: (first, count): record a profile of `count` steps from step `first`, counted from 0, in the folder "profile"
         of the checkpoints, or of the working directory. Each process records its devices. Step n has the annotation
         "train" with the number n. SIGUSR1 to a process records a profile of its next five steps.
+      verify_every: steps between verified steps. Such a step is computed on two devices each, and sums of the bits are
+        compared. The step before each save and the last step are verified too. A difference ends the run before the
+        state is used or saved. It costs another step, and memory for two more states. By default no step is verified.
 
     Returns:
       A `FitResult`.
@@ -159,6 +176,8 @@ def fit(
         infinite. It is not raised for a step that `optax.apply_if_finite` or `so.transforms.skip_anomalies` skipped,
         until more of them than these allow come in a row. A skipped step is shown and logged with its batch. Or if a run
         cannot go back from a spike.
+      SilentCorruptionError: if a verified step, or the copies of a state, differ between devices. The process ends with
+        code 117 if one of its devices is at fault, and `shardopt launch` goes on without it.
       TypeError: if an argument is of the wrong kind, or `evaluate` does not return a dict of numbers.
       ValueError: if one of these is true:
 
@@ -168,6 +187,8 @@ def fit(
         - a metric is not a scalar, or `evaluate` returns the name of a training metric;
         - early stopping watches an unknown metric;
         - `on_nonfinite` or `on_spike` asks for what the optimizer or the checkpoints cannot do;
+        - `verify_every` is given, and a step cannot be computed on two devices;
+        - `metrics_every` is set, and the replicas of the strategy train apart;
         - a run with local updates would end before the first synchronization, or early stopping would end it between
           two.
 
@@ -187,19 +208,34 @@ def fit(
     check_count("agree_every", agree_every)
     _check_evaluate(evaluate, evaluate_every, early_stopping)
     _check_checkpoints(checkpoints)
+    _check_hash_only(opt, state, checkpoints)
     as_loggers(log)
     check_flag("progress", progress)
     scheduled_every = checkpoints.every if evaluate_every is None and checkpoints is not None else evaluate_every
     _check_rounds(opt, num_steps, evaluate, scheduled_every, early_stopping)
 
     check_profile(profile)
+    check_metrics_every(opt, metrics_every, verify_every)
     abstract_state = opt.abstract_state(state.shapes()) if isinstance(state, DeferredInit) else state
     spikes = spikes_of(opt, abstract_state.opt_state, on_nonfinite, on_spike, checkpoints)
     del abstract_state  # a step donates the state
+    verification = verification_of(opt, verify_every, checkpoints, num_steps)
 
-    run = _Run(opt, num_steps, evaluate, evaluate_every, early_stopping, checkpoints, log_every, agree_every, spikes)
+    run = _Run(
+        opt,
+        num_steps,
+        evaluate,
+        evaluate_every,
+        early_stopping,
+        checkpoints,
+        log_every,
+        agree_every,
+        spikes,
+        verification,
+    )
     with ExitStack() as cleanup:
         run.start(cleanup, state, batches, log, progress=progress)
+        run.norms = NormLog(opt, metrics_every, run.write_log)
         run.profiler = Profiler(_profile_folder(checkpoints), profile, run.display.say)
         cleanup.enter_context(run.profiler.opened())
         del state  # a step donates it; parameters in a `DeferredInit` would stay in memory
@@ -218,6 +254,7 @@ class _Run:
     """The arguments of `fit` and the state of its loop; the methods are the phases of the loop."""
 
     profiler: Profiler = dataclasses.field(init=False)
+    norms: NormLog = dataclasses.field(init=False)
 
     opt: ShardedOptimizer
     num_steps: int
@@ -228,6 +265,7 @@ class _Run:
     log_every: int
     agree_every: int
     spikes: Spikes | None
+    verification: Verification | None
 
     def start(
         self,
@@ -250,7 +288,14 @@ class _Run:
         self.stream, self.meter, self.loggers = Stream(batches), self.new_meter(), as_loggers(log)
         self.history: list[dict[str, float]] = []
         self.state, self.stopping_state = begin(
-            self.opt, state, self.stream, self.early_stopping, self.checkpoints, self.display.say, self.spikes
+            self.opt,
+            state,
+            self.stream,
+            self.early_stopping,
+            self.checkpoints,
+            self.display.say,
+            self.spikes,
+            falls_back=self.verification is not None,
         )
         self.step, self.local_updates = int(jax.device_get(self.state.step)), self.opt.config.local_updates is not None
         self.saved_step = None if self.checkpoints is None else self.checkpoints.latest()
@@ -278,7 +323,12 @@ class _Run:
         batch = as_arrays("fit", batch)
         self.ledger.enter("step")
         with self.profiler.before(self.step):
-            self.state, device_metrics = self.opt.step(self.state, batch)
+            if self.verification is not None and self.verification.due(self.step):
+                position = self.stream.drawn - 1
+                self.state, device_metrics = self.verification.take_step(self.state, batch, self.step, position)
+                self.norms.leave_to_next(self.step)
+            else:
+                self.state, device_metrics = self.norms.step(self.step, self.state, batch)
         self.profiler.after(self.step, device_metrics)
         self.step += 1
         step, checkpoints, evaluate_every = self.step, self.checkpoints, self.evaluate_every
@@ -310,6 +360,7 @@ class _Run:
         if not (self.saving or self.snapshotting or self.evaluating or observing):
             return
         self.ledger.enter("wait")
+        self.norms.write()
         metrics = self.meter.settle()
         if self.roll_back():
             return
@@ -331,7 +382,7 @@ class _Run:
         if self.snapshotting and self.checkpoints is not None:
             self.check_finite(metrics)
             extra = pack(self.stream, self.early_stopping, self.stopping_state, self.spikes)
-            self.checkpoints.save_in_memory(self.state, step=self.step, extra=extra)
+            self.checkpoints.save_in_memory(self.state, step=self.step, extra=extra, **self.sums_to_save())
         self.meter.restart()
 
     def agree(self) -> None:
@@ -346,6 +397,7 @@ class _Run:
         """Evaluate, report and save the last state; return it, synchronized."""
         self.ledger.enter("agree")
         self.stopped = common_verdict(self.received_signal(), self.stopped, due=True)
+        self.norms.write()
         self.meter.settle()
         self.roll_back()
         final_state = self.opt.synchronize(self.state) if self.local_updates else self.state
@@ -370,7 +422,8 @@ class _Run:
         if self.spikes is None or (spike := self.spikes.found) is None or self.checkpoints is None:
             return False
         self.ledger.enter("checkpoint")
-        restored = restore_newest(self.opt, self.state, self.checkpoints)
+        falls_back = self.verification is not None
+        restored = restore_newest(self.opt, self.state, self.checkpoints, self.display.say, falls_back=falls_back)
         values = ", ".join(f"{name} {value:.4g}" for name, value in spike.values.items())
         text = f"spike at step {spike.step - 1} (batch {spike.position}, both counted from 0): {values}"
         if restored is None or self.spikes.rollbacks.get(restored[0], 0) == MOST_ROLLBACKS:
@@ -380,12 +433,15 @@ class _Run:
             error_text = format_error("fit", problem, fix=fix)
             raise NonFiniteLossError(error_text, step=spike.step - 1, position=spike.position)
         self.step, self.state, extra = restored
+        if self.verification is not None:
+            self.verification.forget()
         self.spikes.rollbacks = {self.step: self.spikes.rollbacks.get(self.step, 0) + 1}
         self.spikes.restore(extra.get("spikes"))
         saved_stopping = extra.get("early_stopping")
         if self.early_stopping is not None and saved_stopping is not None:
             self.stopping_state = from_json(self.early_stopping, saved_stopping) or StoppingState()
         self.meter, self.saved_step, self.evaluation_metrics = self.new_meter(), self.step, {}
+        self.norms.drop()
         self.evaluating = False
         self.history = [record for record in self.history if record["step"] <= self.step]
         reopen(self.loggers)
@@ -428,8 +484,12 @@ class _Run:
     def save(self, metrics: dict[str, float]) -> None:
         if self.checkpoints is not None and self.saved_step != self.step:
             extra = pack(self.stream, self.early_stopping, self.stopping_state, self.spikes)
-            self.checkpoints.save(self.state, step=self.step, metrics=metrics, extra=extra)
+            self.checkpoints.save(self.state, step=self.step, metrics=metrics, extra=extra, **self.sums_to_save())
             self.saved_step = self.step
+
+    def sums_to_save(self) -> dict[str, LeafSums]:
+        """Return the sums of the state as an argument of `save`, after comparing it with the last verified step."""
+        return {} if self.verification is None else {"sums": self.verification.sums_to_save(self.state, self.step)}
 
 
 _PROBE_EVERY = 10
@@ -500,6 +560,24 @@ def _check_checkpoints(checkpoints: Checkpoints | None) -> None:
         problem = f"checkpoints must be a so.Checkpoints, got {type(checkpoints).__name__} without {', '.join(missing_names)}."
         path_text = repr(os.fspath(checkpoints)) if isinstance(checkpoints, str | os.PathLike) else "directory"
         raise TypeError(format_error("fit", problem, fix=f"pass so.Checkpoints({path_text}, every=100, keep=3)."))
+
+
+def _check_hash_only(opt: ShardedOptimizer, state: TrainState | DeferredInit, checkpoints: Checkpoints | None) -> None:
+    """Refuse checkpoints that would have only a hash of parameters that are trained."""
+    hash_only = getattr(checkpoints, "hash_only", ())
+    if not hash_only:
+        return
+    if opt.config.local_updates is not None:
+        problem = "checkpoints with hash_only cannot store the parameters of each replica apart."
+        raise ValueError(format_error("fit", problem, fix="leave hash_only out with local_sgd and diloco."))
+    params = state.shapes() if isinstance(state, DeferredInit) else state.params
+    frozen = [re.compile(pattern) for pattern in opt.config.layout.frozen]
+    trained = [
+        path for path, _ in leaves_with_paths(params) if is_hashed(path, hash_only) and not is_hashed(path, frozen)
+    ]
+    if trained:
+        problem = f"hash_only of the checkpoints matches {plural(len(trained), 'leaf')} that the strategy trains."
+        raise ValueError(format_error("fit", problem, trained, "pass the regexes that the strategy got as frozen."))
 
 
 def _check_rounds(

@@ -2,11 +2,12 @@
 
 import base64
 import json
+import re
 import signal
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
@@ -17,13 +18,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from shardopt.checkpoint._checkpoints import Checkpoints
+from shardopt.checkpoint._hashed import is_hashed
 from shardopt.checkpoint._memory import MemorySnapshot, place_snapshot
 from shardopt.checkpoint._multihost import exchange
 from shardopt.checkpoint._tree import Json
 from shardopt.core import _early_stopping as stopping
 from shardopt.core._early_stopping import EarlyStopping, StoppingState
-from shardopt.core._errors import CheckpointError, NonFiniteLossError, format_error, plural
-from shardopt.core._types import PyTree, TrainState
+from shardopt.core._errors import CheckpointError, DamagedCheckpointError, NonFiniteLossError, format_error, plural
+from shardopt.core._types import PyTree, TrainState, leaves_with_paths
 from shardopt.step._batches import as_arrays
 from shardopt.step._inputs import is_init_fn
 from shardopt.step._optimizer import ShardedOptimizer
@@ -67,6 +69,8 @@ def begin(
     checkpoints: Checkpoints | None,
     say: Callable[[str], None],
     spikes: Spikes | None = None,
+    *,
+    falls_back: bool = False,
 ) -> tuple[TrainState, StoppingState]:
     """Return the state to start from and the state of early stopping; move the stream to its position.
 
@@ -80,6 +84,7 @@ def begin(
       rule: the rule of early stopping, or None.
       checkpoints: the checkpoints of the run, or None.
       say: prints a message about resuming.
+      falls_back: whether a damaged checkpoint is set aside, and the next copy used.
       spikes: the search for spikes, or None.
     """
     if isinstance(state, DeferredInit):
@@ -95,9 +100,11 @@ def begin(
     if latest <= step:
         say(f"Going on from the state given (step {step}); the last checkpoint, of step {latest}, is not newer.")
         return _initialized(opt, state), StoppingState()
-    if not isinstance(state, DeferredInit):
-        _free(state)
-    restored, extra = _restored(opt, checkpoints, latest, snapshot)
+    latest, restored, extra, source = _restore(opt, state, checkpoints, snapshot, say, falls_back=falls_back)
+    if restored is None:
+        problem = f"no snapshot or checkpoint in {checkpoints.directory} holds the state that it was saved from."
+        fix = "bring one back from a copy, or start again in another folder."
+        raise DamagedCheckpointError(format_error("fit", problem, fix=fix))
     position, saved_stopping = extra.get("batches"), extra.get("early_stopping")
     if spikes is not None:
         spikes.restore(extra.get("spikes"))
@@ -107,7 +114,6 @@ def begin(
     else:
         fix = "save with so.fit, or put the batches into their place before it is called."
         warnings.warn(format_error("fit", f"{stream_text}; rows are seen again.", fix=fix), stacklevel=6)
-    source = "the memory of the hosts" if snapshot is not None else checkpoints.directory
     say(f"Resuming from step {latest} in {source}, {stream_text}.")
     stopping_state = None if rule is None or saved_stopping is None else stopping.from_json(rule, saved_stopping)
     if rule is not None and stopping_state is None:
@@ -124,15 +130,24 @@ def _initialized(opt: ShardedOptimizer, state: TrainState | DeferredInit) -> Tra
     return opt.init(state.params, state.rng) if isinstance(state, DeferredInit) else state
 
 
-def _free(state: TrainState) -> None:
-    """Free the device memory of a state that is no longer needed, so that two states are never held."""
+def _free(state: TrainState, hash_only: Sequence[re.Pattern[str]]) -> None:
+    """Free the device memory of a state that is no longer needed, so that two states are never held.
+
+    The parameters that a checkpoint has only a hash of are still needed.
+    """
+    needed = {id(leaf) for path, leaf in leaves_with_paths(state.params) if is_hashed(path, hash_only)}
     for leaf in jax.tree.leaves(state):
-        if isinstance(leaf, jax.Array) and not leaf.is_deleted():
+        if isinstance(leaf, jax.Array) and not leaf.is_deleted() and id(leaf) not in needed:
             leaf.delete()
 
 
 def restore_newest(
-    opt: ShardedOptimizer, state: TrainState, checkpoints: Checkpoints
+    opt: ShardedOptimizer,
+    state: TrainState,
+    checkpoints: Checkpoints,
+    say: Callable[[str], None],
+    *,
+    falls_back: bool = False,
 ) -> tuple[int, TrainState, dict[str, Json]] | None:
     """Return the step, the state and the extra of the newest snapshot or checkpoint; None if there is none.
 
@@ -142,8 +157,8 @@ def restore_newest(
     latest, snapshot = _newest(opt, checkpoints)
     if latest is None:
         return None
-    _free(state)
-    return latest, *_restored(opt, checkpoints, latest, snapshot)
+    step, restored, extra, _ = _restore(opt, state, checkpoints, snapshot, say, falls_back=falls_back)
+    return None if restored is None else (step, restored, extra)
 
 
 def _newest(opt: ShardedOptimizer, checkpoints: Checkpoints) -> tuple[int | None, MemorySnapshot | None]:
@@ -154,13 +169,43 @@ def _newest(opt: ShardedOptimizer, checkpoints: Checkpoints) -> tuple[int | None
     return latest, snapshot
 
 
-def _restored(
-    opt: ShardedOptimizer, checkpoints: Checkpoints, step: int, snapshot: MemorySnapshot | None
-) -> tuple[TrainState, dict[str, Json]]:
-    """Return the state and the extra of a snapshot, or else of the checkpoint of a step."""
-    if snapshot is not None:
-        return place_snapshot(snapshot, opt.abstract_state()), snapshot.extra
-    return checkpoints.restore(opt, step=step)
+def _restore(
+    opt: ShardedOptimizer,
+    state: TrainState | DeferredInit,
+    checkpoints: Checkpoints,
+    snapshot: MemorySnapshot | None,
+    say: Callable[[str], None],
+    *,
+    falls_back: bool,
+) -> tuple[int, TrainState | None, dict[str, Json], str]:
+    """Return the step, state, extra and source of the snapshot or of the newest checkpoint; the state is None if there is none.
+
+    The memory of `state` is freed first. A snapshot whose sums are wrong is left out, and the next copy is used. A damaged
+    checkpoint is set aside if `falls_back`, and otherwise an error: an older one loses work.
+    """
+    # A snapshot is whole, and only a verified one can turn out to be damaged.
+    hash_only = getattr(checkpoints, "hash_only", ()) if snapshot is None or falls_back else ()
+    if hash_only:
+        state = _initialized(opt, state)
+    if not isinstance(state, DeferredInit):
+        _free(state, hash_only)
+    while snapshot is not None:
+        try:
+            restored = place_snapshot(snapshot, opt.abstract_state())
+            return snapshot.step, restored, snapshot.extra, "the memory of the hosts"
+        except DamagedCheckpointError as error:
+            say(f"{error}\nThe next copy is used.")
+            snapshot = checkpoints.newest_in_memory(opt, before=snapshot.step)
+    frozen = {"params": state.params} if hash_only else {}
+    while (step := checkpoints.latest()) is not None:
+        try:
+            return step, *checkpoints.restore(opt, step=step, **frozen), str(checkpoints.directory)
+        except DamagedCheckpointError as error:
+            if not falls_back:
+                raise
+            say(f"{error}\nIt is set aside as {step}.damaged, and the next copy is used.")
+            checkpoints.set_aside(step)
+    return 0, None, {}, ""
 
 
 def pack(

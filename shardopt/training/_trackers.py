@@ -1,5 +1,7 @@
 """Loggers for wandb, mlflow and trackio; each continues the tracker's run of the same name."""
 
+import itertools
+import re
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
@@ -11,13 +13,19 @@ from shardopt.training._loggers import Log
 Opened = tuple[Log, Callable[[], object]]
 """The functions that log a step and that end the tracker's run."""
 
+_NOT_IN_MLFLOW = re.compile(r"[^\w\-. :/]")
+"""MLflow refuses other characters in the name of a metric."""
+_MLFLOW_BATCH = 1000
+"""A server of MLflow takes this many metrics in one request."""
+
 
 @calling("wandb")
 def wandb(project: str, run: str, **options: Any) -> Log:
     """Return a logger that sends metrics to Weights & Biases.
 
     A resumed run, and a run that goes back from a spike, continue the run of the same id. All metrics are drawn over "step",
-    so steps that are taken again are not dropped.
+    so steps that are taken again are not dropped. Offline, each start writes a folder of its own with the same id;
+    `wandb sync` joins them in the order of their starts.
 
     Args:
       project: the project.
@@ -41,7 +49,8 @@ def wandb(project: str, run: str, **options: Any) -> Log:
 def mlflow(experiment: str, run: str) -> Log:
     """Return a logger that sends metrics to MLflow; the environment variable MLFLOW_TRACKING_URI says where to.
 
-    A resumed run, and a run that goes back from a spike, continue the newest run of the same name.
+    A resumed run, and a run that goes back from a spike, continue the newest run of the same name. MLflow allows few
+    characters in the names of metrics; others become "_".
 
     Args:
       experiment: the name of the experiment; it is made if needed.
@@ -59,7 +68,13 @@ def mlflow(experiment: str, run: str) -> Log:
         experiment_id = client.create_experiment(experiment) if known is None else known.experiment_id
         runs = client.search_runs([experiment_id], filter_string=f"attributes.run_name = '{run}'", max_results=1)
         run_id = (runs[0] if runs else client.create_run(experiment_id, run_name=run)).info.run_id
-        log = lambda step, metrics: package.log_metrics(dict(metrics), step=step, run_id=run_id)  # noqa: E731
+
+        def log(step: int, metrics: Mapping[str, float]) -> None:
+            values = {_NOT_IN_MLFLOW.sub("_", name): value for name, value in metrics.items()}
+            for start in range(0, len(values), _MLFLOW_BATCH):
+                batch = dict(itertools.islice(values.items(), start, start + _MLFLOW_BATCH))
+                package.log_metrics(batch, step=step, run_id=run_id)
+
         return log, lambda: client.set_terminated(run_id)
 
     return _Tracker(start)

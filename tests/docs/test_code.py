@@ -1,5 +1,8 @@
 """Every python block in the pages runs as it stands, those of a page one after another in one namespace."""
 
+import ast
+import importlib.util
+import inspect
 import re
 
 import jax
@@ -10,8 +13,11 @@ from support.tiers import tiered
 PAGES = sorted(page for page in (ROOT / "docs").rglob("*.md") if page != ROOT / "docs" / "index.md")
 
 
-SLOW = [f"howto/{name}" for name in ("batch_norm", "dpo", "extend", "fine_tune", "grpo", "plan_a_pod")]
-"""Pages that take more than five seconds."""
+QUICK = ["any_loss", "asynchronous", "blocks", "checkpoints", "clusters", "data_parallel", "matrices", "tutorial"]
+QUICK += [
+    f"howto/{name}" for name in ("debug_a_nan", "ema", "loss_spike", "optimizer", "own_loop", "preemption", "profile")
+]
+"""Pages that take at most two seconds of CPU. The other pages run in the slow tier."""
 
 
 def name_of(page):
@@ -29,7 +35,7 @@ def without_devices(block):
 
 @pytest.mark.parametrize(
     "page",
-    tiered([page for page in PAGES if blocks(page.read_text())], lambda page: name_of(page) not in SLOW, ids=name_of),
+    tiered([page for page in PAGES if blocks(page.read_text())], lambda page: name_of(page) in QUICK, ids=name_of),
 )
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -38,6 +44,50 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     with jax.numpy_rank_promotion("allow"):  # as users have it
         for block in blocks(page.read_text()):
             exec(compile(without_devices(block), str(page), "exec"), space)
+
+
+def missing_names(block):
+    """Return the names of shardopt that a block uses and that do not exist: a page in the slow tier shows a rename too."""
+    tree, modules = ast.parse(block), {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {
+                alias.asname or alias.name.partition(".")[0]: alias.name
+                if alias.asname
+                else alias.name.partition(".")[0]
+                for alias in node.names
+            }
+        elif isinstance(node, ast.ImportFrom):
+            modules |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    chains = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    used = {modules[first] + dot + rest for first, dot, rest in (c.partition(".") for c in chains) if first in modules}
+    used |= set(modules.values())
+    return sorted(name for name in used if re.fullmatch(r"shardopt[\w.]*", name) and not exists(name))
+
+
+def exists(name):
+    """Return whether a dotted name is a module, or what a chain of attributes of a module gives.
+
+    The chain of an attribute ends at a value that is no module and no class: what a call returns is not known here.
+    """
+    value = importlib.import_module("shardopt")
+    for part in name.split(".")[1:]:
+        if not hasattr(value, part):
+            if not inspect.ismodule(value) or importlib.util.find_spec(f"{value.__name__}.{part}") is None:
+                return not (inspect.ismodule(value) or inspect.isclass(value))
+            importlib.import_module(f"{value.__name__}.{part}")
+        value = getattr(value, part)
+    return True
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page.read_text())], ids=name_of)
+def test_every_name_of_a_page_exists(page):
+    assert missing_names("\n".join(blocks(page.read_text()))) == []
+
+
+def test_a_name_that_does_not_exist_is_noticed():
+    block = "import shardopt as so\nfrom shardopt.models import gpt\nso.ddp(gpt.model, so.reducers.int9())\nso.fsdb.x"
+    assert missing_names(block) == ["shardopt.fsdb", "shardopt.fsdb.x", "shardopt.reducers.int9"]
 
 
 def test_the_example_of_the_first_page_is_that_of_the_readme_which_runs():

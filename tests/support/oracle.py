@@ -113,6 +113,54 @@ CASES = {
             "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
         },
     ),
+    "phi3_longrope": (
+        "phi3",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0, 1.1, 1.3, 1.2],
+                "long_factor": [1.5, 2.0, 4.0, 6.0],
+                "original_max_position_embeddings": 16,
+            },
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "phi3_longrope_long": (
+        "phi3",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0, 1.1, 1.3, 1.2],
+                "long_factor": [1.5, 2.0, 4.0, 6.0],
+                "original_max_position_embeddings": 8,
+            },
+            "original_max_position_embeddings": 8,
+        },
+    ),
+    "llama_dynamic": (
+        "llama",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+            "max_position_embeddings": 8,
+        },
+    ),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
+    "gemma": ("gemma", {"head_dim": 16}),
+    "olmo3": ("olmo3", {"num_hidden_layers": 4, "sliding_window": 4}),
+    "exaone4": (
+        "exaone4",
+        {"num_hidden_layers": 4, "sliding_window": 4, "sliding_window_pattern": 2},
+    ),
+    "seed_oss": ("seed_oss", {"head_dim": 16, "attention_bias": True, "attention_out_bias": True}),
+    "arcee": ("arcee", {}),
+    "glm": ("glm", {"head_dim": 16}),
+    "glm4": ("glm4", {"head_dim": 16}),
+    "ernie4_5": ("ernie4_5", {"head_dim": 16, "use_bias": True}),
+    "stablelm": ("stablelm", {"use_qkv_bias": True, "head_dim": None}),
+    "starcoder2": ("starcoder2", {"sliding_window": 4}),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24}),
 }
 
 

@@ -155,10 +155,10 @@ def test_wherever_a_process_is_killed_the_outcome_is_that_of_an_unbroken_run(sta
 
 
 def test_devices_that_cannot_be_shared_are_refused_by_all(start, tiny, tmp_path):
-    job = start("--processes", 3, "--", *tiny, "--devices", 8, "--run-dir", tmp_path / "run")
+    job = start("--processes", 2, "--", *tiny, "--devices", 7, "--run-dir", tmp_path / "run")
     said, _ = job.communicate(timeout=100)
     assert job.returncode == 2
-    message = "error: train: --devices 8 cannot be shared out evenly among 3 processes.\nFix: use --devices 6 or 9.\n"
+    message = "error: train: --devices 7 cannot be shared out evenly among 2 processes.\nFix: use --devices 6 or 8.\n"
     assert said.startswith(message)
     assert "Its last lines:\n  " + message.replace("\nFix", "\n  Fix") in said
 

@@ -108,16 +108,18 @@ def blobs(draw, packed):
     return bytes(data) if kind == "damaged" else sealed(bytes(data[:-32]))
 
 
-@pytest.mark.parametrize("count", [100, COUNTS[1]])  # memory is traced, at three times the time
+@pytest.mark.parametrize("count", COUNTS)
 def test_from_bytes_takes_anything(opts, packed, count):
     (seen, unseen), state = opts
-    tracemalloc.start()
-    said = {"": 0}
+    said, peaks = {"": 0}, []
     unseen = unseen._replace(abstract_state=forgetful(unseen))
 
     def prop(data):
         for opt in (seen, unseen):
+            tracemalloc.start()  # not around the draws, which take many times as long when they are traced
             found, message = outcome(lambda opt=opt: from_bytes(opt, data), "from_bytes", "fsdp", "ddp")
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
             if message is None:
                 shapes = [leaf.shape for leaf in jax.tree.leaves(found)]
                 assert sum(np.prod(shape, dtype=int) for shape in shapes) <= len(data)
@@ -127,8 +129,7 @@ def test_from_bytes_takes_anything(opts, packed, count):
     fuzz(prop, blobs(packed), count=count)
     assert said[""] > 0  # some are whole: those whose changes do not matter
     assert len(said) > 8  # and the others fail in many ways
-    assert tracemalloc.get_traced_memory()[1] < 500e6  # at most, numpy's included
-    tracemalloc.stop()
+    assert 0 < max(peaks) < 500e6  # numpy's included
     restored = from_bytes(seen, packed)
     assert jax.tree.all(jax.tree.map(np.array_equal, restored, state))
 

@@ -330,6 +330,11 @@ GRADIENTS = "Fix: choose --strategy ddp, or hybrid with --placement ddp or zero1
             "train: --sync-every 4 is for several replicas, and there is one.\n"
             "Fix: add --replicas 2, or leave --sync-every out.",
         ),
+        (
+            "--replicas 2 --sync-every 4 --metrics-every 5",
+            "train: --metrics-every takes norms of one gradient, and with --sync-every the replicas train apart.\n"
+            "Fix: leave --metrics-every out.",
+        ),
         ("--replicas 2 --sync-every 0", "train: --sync-every must be at least 1, got 0."),
         ("--replicas 2 --sync-every 4 --delay -1", "train: --delay must be at least 0, got -1."),
         ("--replicas 2 --sync-every 4 --outer-lr 0", "train: --outer-lr must be above 0, got 0.0."),

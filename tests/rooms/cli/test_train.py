@@ -114,6 +114,17 @@ def test_resuming_a_run_that_is_done_says_so_and_a_changed_order_too(train, fold
     assert "The run had reached step 8 already; --steps above that trains it further." in out
 
 
+def test_norms_of_layers_are_logged_and_drawn(train, folder):
+    code, out, _ = train("--run-dir", folder, "--resume", "--steps", 10, "--metrics-every", 1)
+    assert code == 0
+    assert f"in {folder}: checkpoints, metrics.jsonl, config.json, loss.png, norms.png" in out
+    assert (folder / "norms.png").read_bytes().startswith(b"\x89PNG")
+    gradients = {line["step"]: line for line in logged(folder) if "gradient_norm/blocks/mlp/up/layer_1" in line}
+    assert [*gradients] == [9, 10]
+    norms = [norm for name, norm in gradients[10].items() if name.startswith("gradient_norm/")]
+    assert sum(norm**2 for norm in norms) ** 0.5 == pytest.approx(logged(folder)[-1]["grad_norm"], rel=1e-4)
+
+
 @pytest.mark.slow
 def test_sigterm_saves_and_says_how_to_go_on(start, tmp_path):
     folder = tmp_path / "a run"

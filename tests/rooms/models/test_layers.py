@@ -9,10 +9,18 @@ import pytest
 import shardopt as so
 from shardopt.models import _layers as layers
 from shardopt.models import gpt
+from shardopt.models._decoder_block import _mlp
+from shardopt.models._rope import Rope
+
+FUSED = gpt.GPTConfig().decoder
 
 
 def draw(seed, *shape):
     return jax.random.normal(jax.random.key(seed), shape)
+
+
+def rotate(x, positions):
+    return layers.rotate_by(x, positions, jnp.asarray(Rope().frequencies(x.shape[-1]), jnp.float32))
 
 
 @pytest.mark.parametrize("shift", [0, 1, 7, 100])
@@ -22,7 +30,7 @@ def test_rotated_products_depend_on_the_distance_only(shift):
 
     def products(offset):
         positions = offset + jnp.arange(5)
-        rotated = [layers.rotate(x, positions, 10_000.0) for x in same]
+        rotated = [rotate(x, positions) for x in same]
         return jnp.einsum("bthk,bshk->bhts", *rotated)
 
     here, there = products(0), products(shift)
@@ -36,17 +44,17 @@ def test_rotation_is_the_papers():
     t, frequencies = 2, 10_000.0 ** (-np.array([0.0, 2.0]) / 4)
     pairs = np.asarray(x[0, t, 0, :2]) + 1j * np.asarray(x[0, t, 0, 2:])
     turned = pairs * np.exp(1j * t * frequencies)
-    rotated = layers.rotate(x, jnp.arange(3), 10_000.0)[0, t, 0]
+    rotated = rotate(x, jnp.arange(3))[0, t, 0]
     np.testing.assert_allclose(rotated, np.concatenate([turned.real, turned.imag]), rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_rotation_on_tpu_swaps_halves_by_a_product_and_is_the_same(dtype, monkeypatch):
     x, positions = draw(0, 2, 5, 3, 8).astype(dtype), jnp.arange(10).reshape(2, 5)
-    rotated, back = jax.vjp(lambda x: layers.rotate(x, positions, 1e4), x)
+    rotated, back = jax.vjp(lambda x: rotate(x, positions), x)
     monkeypatch.setattr(layers, "device_kind_or_default", lambda: "TPU v5")
-    by_product, back_by_product = jax.vjp(lambda x: layers.rotate(x, positions, 1e4), x)
-    traced = str(jax.make_jaxpr(lambda x: layers.rotate(x, positions, 1e4))(x))
+    by_product, back_by_product = jax.vjp(lambda x: rotate(x, positions), x)
+    traced = str(jax.make_jaxpr(lambda x: rotate(x, positions))(x))
     assert "dot_general" in traced
     np.testing.assert_allclose(*map(np.float32, (by_product, rotated)), rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(*(np.float32(f(x)[0]) for f in (back_by_product, back)), rtol=1e-6, atol=1e-6)
@@ -76,13 +84,13 @@ def test_swiglu_gates_with_the_first_of_the_two():
     x = draw(2, 1, 3, 4)
     gate, up = x @ weights["up"][:, 0], x @ weights["up"][:, 1]
     np.testing.assert_allclose(
-        layers.swiglu(weights, x), (gate / (1 + jnp.exp(-gate)) * up) @ weights["down"], rtol=1e-4, atol=1e-5
+        _mlp(FUSED, weights, x), (gate / (1 + jnp.exp(-gate)) * up) @ weights["down"], rtol=1e-4, atol=1e-5
     )
 
 
 def test_low_precision_keeps_its_dtype_and_is_normalised_in_float32():
     x = draw(0, 1, 4, 2, 8).astype(jnp.bfloat16)
-    assert layers.rotate(x, jnp.arange(4), 1e4).dtype == jnp.bfloat16
+    assert rotate(x, jnp.arange(4)).dtype == jnp.bfloat16
     normed = layers.rms_norm(x[..., 0, :], jnp.ones(8, jnp.bfloat16))
     assert normed.dtype == jnp.bfloat16
     np.testing.assert_allclose(jnp.mean(normed.astype(jnp.float32) ** 2, axis=-1), 1, rtol=1e-2)
@@ -90,7 +98,7 @@ def test_low_precision_keeps_its_dtype_and_is_normalised_in_float32():
 
 def test_swiglu_keeps_gate_and_up_for_the_backward_pass_and_nothing_between():
     weights, x = {"up": draw(0, 8, 2, 32), "down": draw(1, 32, 8)}, draw(2, 4, 5, 8)
-    kept = jax.vjp(lambda x: layers.swiglu(weights, x), x)[1]
+    kept = jax.vjp(lambda x: _mlp(FUSED, weights, x), x)[1]
     of_hidden = [leaf for leaf in jax.tree.leaves(kept) if leaf.size == 4 * 5 * 32]
     assert len(of_hidden) == 2
 

@@ -13,8 +13,7 @@ from support.reference import relative_difference
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.models import moe, sample
-from shardopt.models._latent_attention import latent_attention
+from shardopt.models import _decoder_block, decoder, moe, sample
 from shardopt.planning import find_model
 
 SMALL = moe.MoEConfig(
@@ -264,18 +263,21 @@ def by_heads(weights, x, latent, base):
 def test_latent_attention_is_that_of_each_head_by_itself(implementation, x64, monkeypatch):
     rng = np.random.default_rng(0)
     weights = {name: rng.normal(size=shape) for name, shape in LATENT.shapes(8, 3).items()}
-    x, how = rng.normal(size=(2, 7, 8)), {}
+    x, order = rng.normal(size=(2, 7, 8)), None
     wanted = by_heads(weights, x, LATENT, 100.0)
     if implementation == "positions":
-        how = {"order": jnp.arange(7)[None].repeat(2, 0)}
+        order = jnp.arange(7)[None].repeat(2, 0)
     if implementation == "splash":
         weights, x = jax.tree.map(np.float32, (weights, x))
         monkeypatch.setattr(
             so.nn.attention, "__kwdefaults__", so.nn.attention.__kwdefaults__ | {"implementation": "splash"}
         )
-    run = functools.partial(latent_attention, latent=LATENT, rope_base=100.0, epsilon=1e-6, **how)
+    kinds = (decoder.BlockKind(rope=decoder.Rope(base=100.0)),)
+    config = decoder.DecoderConfig(dim=8, num_heads=3, latent=LATENT, kinds=kinds)
+    stream = _decoder_block.Stream(x, None, None, None, order)
+    run = functools.partial(_decoder_block._attention, config, stream=stream, cache=None, start=0)
     np.testing.assert_allclose(
-        jax.jit(run)(weights, x),
+        jax.jit(run)(weights, x)[0],
         wanted,
         rtol=1e-10 if x.dtype == np.float64 else 1e-4,
         atol=1e-4 * (x.dtype != np.float64),

@@ -19,6 +19,8 @@ MESHES = {
     "pipeline": {"data": 2, "pipeline": 2},
 }
 CASES = list(oracle.CASES)
+LATER = CASES[CASES.index("phi3_longrope") :]
+"""Cases that differ from another one in little: their logits in the slow tier, and their steps on one mesh."""
 
 
 def strategy(mesh, model):
@@ -41,7 +43,7 @@ def opened(tmp_path):
     return open_case
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", tiered(CASES, lambda name: name not in LATER or name in {"smollm3", "stablelm"}))
 def test_logits_are_those_of_transformers(name, opened):
     model, results = opened(name)
     params = model.load_params(progress=False)
@@ -52,7 +54,8 @@ def test_logits_are_those_of_transformers(name, opened):
 
 QUICK = {("llama3", "tensor"), ("gemma3", "pipeline"), ("gpt2", "fsdp")}
 """Steps of the default tier: compiling one takes seconds."""
-STEPS = tiered(itertools.product(CASES, MESHES), lambda step: step in QUICK, ids="-".join)
+ROWS = [(name, mesh) for name, mesh in itertools.product(CASES, MESHES) if name not in LATER or mesh == "fsdp"]
+STEPS = tiered(ROWS, lambda step: step in QUICK, ids="-".join)
 
 
 @pytest.mark.parametrize(("name", "mesh"), STEPS)

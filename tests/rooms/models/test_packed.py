@@ -77,7 +77,7 @@ def crossed(grads):
     return float(jnp.abs(grads["embedding"][COUNTED:]).max())
 
 
-@pytest.mark.parametrize("name", tiered(MODELS, lambda name: name != "rotary"))
+@pytest.mark.parametrize("name", tiered(MODELS, lambda name: name == "gpt"))
 def test_packed_rows_give_the_gradient_of_the_documents_one_by_one(name, x64):
     _, expected = one_by_one(name)
     found = gradient(name, packed())
@@ -130,7 +130,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("how", tiered(WAYS, lambda how: how not in ("context", "context, pipeline")))
+@pytest.mark.parametrize("how", tiered(WAYS, lambda how: how in ("fsdp", "context, pipeline, zigzag")))
 def test_no_gradient_crosses_in_micro_batches_stages_or_devices_of_a_row(how, mesh_of, x64):
     params, expected = one_by_one("gpt")
     mesh, model = mesh_of(**WAYS[how]), MODELS["gpt"][0]
@@ -229,8 +229,8 @@ def test_inputs_and_targets_apart_say_the_same_as_one_more_token(name, x64):
     params = init(jax.random.key(0))
     together, apart = grad(params, batch), grad(params, data.next_token(batch))
     assert relative_difference(apart, together) <= 1e-12
-    assert isinstance(model.embed(params, batch), jax.Array)  # what blocks hand on stays one array
-    assert isinstance(model.embed(params, data.next_token(batch)), jax.Array)
+    assert len(jax.tree.leaves(model.embed(params, batch))) == 1  # what blocks hand on stays one array
+    assert len(jax.tree.leaves(model.embed(params, data.next_token(batch)))) == 1
 
 
 def test_shapes_of_a_batch_are_those_that_data_gives():

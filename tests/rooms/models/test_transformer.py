@@ -47,7 +47,7 @@ def test_positions_that_tensor_does_not_divide_are_refused(mesh_of):
     odd = dataclasses.replace(SHAPE, num_layers=2, length=7)
     opt = so.fsdp(TX, mesh_of(data=2, tensor=2), transformer.model(odd, sequence_parallel=True), rules=RULES)
     message = (
-        "transformer: sequence_parallel shards 7 positions over tensor=2, which does not divide them.\n"
+        "decoder: sequence_parallel shards 7 positions over tensor=2, which does not divide them.\n"
         "Fix: choose a length that 2 divides, or leave sequence_parallel out."
     )
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -161,8 +161,8 @@ def test_sinks_are_keys_with_values_of_zeros():
     scores = jnp.where(jnp.tril(jnp.ones((12, 12), bool))[None, None], scores, -jnp.inf)
     scores = jnp.concatenate([scores, jnp.broadcast_to(sinks[None, :, None, None], (2, H, 12, 1))], axis=-1)
     expected_values = jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores)[..., :-1], value)
-    np.testing.assert_allclose(so.nn.attention(query, key, value, sinks=sinks), expected_values, atol=2e-6)
-    with pytest.raises(ValueError, match="sinks work on whole rows in natural order"):
-        so.nn.attention(query, key, value, sinks=sinks, positions=jnp.arange(12))
-    with pytest.raises(ValueError, match="splash computes neither softcap nor sinks"):
-        so.nn.attention(query, key, value, softcap=2.0, implementation="splash")
+    for positions in (None, jnp.arange(12)):
+        result = so.nn.attention(query, key, value, sinks=sinks, positions=positions)
+        np.testing.assert_allclose(result, expected_values, atol=2e-6)
+    with pytest.raises(ValueError, match="cudnn computes neither softcap nor sinks"):
+        so.nn.attention(query, key, value, softcap=2.0, implementation="cudnn")

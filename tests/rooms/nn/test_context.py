@@ -123,6 +123,67 @@ def test_blocks_by_splash(context, how):
     assert difference(mesh_of(context=context), batch, implementation="splash", **how) < 2e-5
 
 
+def with_sinks(query, key, value, sinks, *, softcap, groups):
+    """Attention whose softmax has one more column, written out; heads are [B, T, H, K]."""
+    key, value = (jnp.repeat(x, query.shape[2] // groups, axis=2) for x in (key, value))
+    scores = softcap * jnp.tanh(jnp.einsum("bthk,bshk->bhts", query, key) / (query.shape[3] ** 0.5 * softcap))
+    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[2:], bool))[None, None], scores, -jnp.inf)
+    sinks = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
+    weights = jax.nn.softmax(jnp.concatenate([scores, sinks], axis=-1))[..., :-1]
+    return jnp.einsum("bhts,bshk->bthk", weights, value)
+
+
+SINK_ROWS = [
+    ({"context": 4}, {"method": "ring"}),
+    ({"data": 2, "context": 2, "tensor": 2}, {"method": "all_to_all"}),
+    ({"context": 8}, {"method": "all_to_all"}),  # two groups of four, joined by rings
+    ({"context": 4}, {"method": "all_gather"}),
+    ({"context": 2}, {"method": "ring", "implementation": "splash"}),
+    ({"context": 2}, {"method": "all_to_all", "implementation": "splash"}),
+]
+
+
+@pytest.mark.parametrize("view", ["global", "per device"])
+@pytest.mark.parametrize(("sizes", "how"), tiered(SINK_ROWS, lambda row: "implementation" not in row[1], ids=str))
+def test_sinks_and_a_soft_cap_are_those_of_a_longer_softmax(sizes, how, view):
+    if view == "per device" and "tensor" in sizes:
+        sizes = {"context": 4}  # two groups of two here, since G is 2 then
+    splash, mesh, cap = "implementation" in how, mesh_of(**sizes), 1.5
+    shape = {"length": 256, "heads": 4, "groups": 2} if splash else {}
+    batch = drawn(**shape, dtype=np.float32 if splash else np.float64)
+    heads, groups = (batch[name].shape[2] for name in ("query", "key"))
+    args = 4 * batch["query"], batch["key"], batch["value"], np.linspace(-1, 2, heads).astype(batch["query"].dtype)
+
+    def gradients(attention):
+        loss = lambda weight, args: jnp.sum(attention(*args) * weight)  # noqa: E731
+        return jax.value_and_grad(loss, 1)
+
+    run = gradients(lambda *qkv_sinks: so.nn.attention(*qkv_sinks[:3], sinks=qkv_sinks[3], softcap=cap, **how))
+    spec, whole = PartitionSpec("data", "context"), PartitionSpec()
+    specs = spec, spec, spec, whole
+    if view == "per device":
+        local = run
+
+        def run(weight, args):
+            loss, (*d_qkv, d_sinks) = local(weight, args)
+            return jax.lax.psum(loss, ("data", "context")), (*d_qkv, jax.lax.psum(d_sinks, ("data", "context")))
+
+        run = jax.shard_map(run, mesh=mesh, in_specs=(spec, specs), out_specs=(whole, specs), check_vma=False)
+        with jax.enable_x64(not splash):  # jax's kernel does not run with it
+            ours = jax.jit(run)(batch["weight"], args)
+    else:
+        place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+        with jax.enable_x64(not splash):
+            sharded = place(batch["weight"], spec), tuple(map(place, args, specs))
+            ours = jax.jit(so.mesh.on_mesh(mesh, run))(*sharded)
+    with jax.enable_x64(True):
+        exact = jax.tree.map(lambda x: np.asarray(x, np.float64), (batch["weight"], args))
+        theirs = jax.jit(gradients(functools.partial(with_sinks, softcap=cap, groups=groups)))(*exact)
+    assert np.abs(theirs[1][3]).min() > 1e-3
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, atol=3e-4 if splash else 1e-10)
+
+
 REPEAT = "repeat the heads of keys and values, or take"
 
 

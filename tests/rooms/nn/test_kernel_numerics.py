@@ -61,7 +61,7 @@ SIZES += [pytest.param(4096, width, marks=pytest.mark.slow) for width in (64, 12
 def test_kernels_in_bfloat16_are_as_exact_as_jax(length, width):
     args = operands(length, width)
     expected = exact(*args)
-    ours = computed(lambda *qkv: splash.splash_attention(*qkv, None, CAUSAL), *args)
+    ours = computed(lambda *qkv: splash.splash_attention(*qkv, None, None, CAUSAL), *args)
     jaxs = computed(functools.partial(jax.nn.dot_product_attention, is_causal=True), *args)
     for name, values, other, wanted in zip(("out", "dq", "dk", "dv"), ours, jaxs, expected, strict=True):
         error, other_error = relative_error(values, wanted), relative_error(other, wanted)

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from support.experts import difference, drawn, on_one_device, program, results
 from support.experts import mesh_of as expert_mesh
+from support.tiers import tiered
 
 import shardopt as so
 
@@ -33,7 +34,7 @@ def without(how, *names):
     return {name: value for name, value in how.items() if name not in names}
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", tiered(WAYS, lambda name: name in ("sigmoid", "capacity", "chunk")))
 def test_equals_tokens_one_by_one(name, x64):
     how, args = WAYS[name], drawn(gated=name != "one", shared=name in ("sigmoid", "all"))
     found = one_device(args, **how)
@@ -56,11 +57,11 @@ def test_ties_and_an_expert_without_tokens(x64):
 @pytest.mark.parametrize(
     ("name", "sizes", "travels"),
     [
-        ("softmax", {"expert": 2, "data": 2}, True),
+        pytest.param("softmax", {"expert": 2, "data": 2}, True, marks=pytest.mark.slow),
         ("sigmoid", {"expert": 4}, True),
         pytest.param("capacity", {"expert": 4}, True, marks=pytest.mark.fast),
         ("chunk", {"expert": 2, "context": 2}, True),
-        ("softmax", {"expert": 2, "tensor": 2}, True),
+        pytest.param("softmax", {"expert": 2, "tensor": 2}, True, marks=pytest.mark.slow),
         ("softmax", {"expert": 2, "data": 2}, False),
     ],
     ids=lambda value: str(value),

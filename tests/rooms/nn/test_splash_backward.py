@@ -12,7 +12,7 @@ from support.tiers import tiered
 import shardopt as so
 from shardopt.nn import _splash_backward as splash_backward
 from shardopt.nn._attention import masked_attention, visible
-from shardopt.nn._flash import Keys, Marks, Queries, Rule
+from shardopt.nn._flash import Keys, Marks, Queries, Rule, capped
 from shardopt.planning import topology_devices
 
 
@@ -27,6 +27,7 @@ class Case:
     window: int | None = None
     packed: bool = False
     rows: int | None = None
+    softcap: float | None = None
 
 
 CASES = {
@@ -36,6 +37,8 @@ CASES = {
     "packed, both ways": Case(causal=False, packed=True),
     "pieces": Case(length=256, rows=128, packed=True),
     "pieces, window": Case(length=512, rows=128, window=100, heads=1),
+    "soft cap": Case(length=384, softcap=0.7),
+    "pieces, soft cap": Case(length=512, rows=128, window=100, softcap=0.7),
 }
 
 
@@ -52,20 +55,24 @@ def gradients_of(case, monkeypatch):
     swapped = lambda x: jnp.swapaxes(x, 1, 2)  # noqa: E731
 
     def plain(query, key, value):
-        return swapped(masked_attention(*map(swapped, (query * 12**0.5, key, value)), mask))
+        return swapped(masked_attention(*map(swapped, (query * 12**0.5, key, value)), mask, softcap=case.softcap))
 
     out, pull = jax.vjp(plain, query, key, value)
     scores = jnp.einsum("bhtk,bhsk->bhts", query, jnp.repeat(key, H // G, axis=1))
+    scores = capped(scores, case.softcap)
     logsumexp = jax.nn.logsumexp(jnp.where(mask[:, None], scores, -jnp.inf), axis=-1)
     if case.rows:
         monkeypatch.setattr(splash_backward, "_vmem", lambda: case.rows * 3 * 128 * 12 * 3 // 2)
     marks = Marks(None, segments)
     rows = Queries(query, d_out, logsumexp, jnp.sum(out * d_out, -1), marks)
-    found = splash_backward.gradients(rows, Keys(key, value, marks), Rule(case.causal, case.window), dtype=jnp.float32)
+    rule = Rule(case.causal, case.window, case.softcap)
+    found = splash_backward.gradients(rows, Keys(key, value, marks), rule, dtype=jnp.float32)
     return found, pull(d_out)
 
 
-@pytest.mark.parametrize("case", tiered(CASES, lambda case: case in ("grouped heads, narrow values", "pieces")))
+@pytest.mark.parametrize(
+    "case", tiered(CASES, lambda case: case in ("grouped heads, narrow values", "pieces", "soft cap"))
+)
 def test_gradients_are_those_of_plain_attention(case, monkeypatch):
     for found, wanted in zip(*gradients_of(CASES[case], monkeypatch), strict=True):
         np.testing.assert_allclose(found, wanted, atol=2e-5)

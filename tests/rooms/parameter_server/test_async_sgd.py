@@ -123,7 +123,7 @@ def test_random_keys_among_the_parameters_are_refused(message_of):
 RULES = {"plain": so.parameter_server.rules.plain(), "nesterov": so.parameter_server.rules.delayed_nesterov(2)}
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", tiered(RULES, lambda rule: rule == "nesterov"))
 def test_the_server_refuses_a_push_with_an_anomaly(rule, odd, x64):
     """Parameters, and the states of the optimizer and of the rule, are those of a run without the batch."""
     case, _ = odd(weighted=True)

@@ -1,10 +1,12 @@
 """`schedules.search`: valid, within its memory, never worse than what is known, and on small sizes the best there is."""
 
+import functools
 import itertools
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.fuzz import fuzz
+from support.tiers import tiered
 
 from shardopt.pipeline import schedules
 
@@ -21,9 +23,12 @@ def tasks(draw):
     return stages, micro_batches, times, draw(st.none() | st.integers(1, 12))
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
-@given(tasks(), st.booleans())
-def test_is_valid_within_its_memory_and_never_worse_than_what_is_known(task, synchronous):
+@pytest.mark.parametrize("count", tiered([20, 200], lambda count: count == 20))
+def test_is_valid_within_its_memory_and_never_worse_than_what_is_known(count):
+    fuzz(check_searched, tasks(), st.booleans(), count=count)
+
+
+def check_searched(task, synchronous):
     stages, micro_batches, times, memory = task
     found = schedules.search(stages, micro_batches, **times, memory=memory, synchronous=synchronous)
     found.validate()
@@ -71,13 +76,16 @@ def test_two_stages_and_three_micro_batches_are_the_best_of_all_orders(times, me
     names = ("forward", "backward", "weight", "communication")
     numbers = dict(zip(names, times, strict=True))
     found = schedules.search(2, 3, **numbers, memory=memory)
-    orders = [order for order in in_turn(3) if peak(order) <= memory]
-    best = min(
-        built.table_time(**numbers)
-        for pair in itertools.product(orders, repeat=2)
-        if (built := built_of(pair)) is not None
-    )
+    best = min(built.table_time(**numbers) for built in all_schedules(memory))
     assert found.table_time(**numbers) == pytest.approx(best)
+
+
+@functools.cache
+def all_schedules(memory):
+    """Every schedule of two stages and three micro-batches, whatever its passes take."""
+    orders = [order for order in in_turn(3) if peak(order) <= memory]
+    pairs = itertools.product(orders, repeat=2)
+    return [built for pair in pairs if (built := built_of(pair)) is not None]
 
 
 def built_of(pair):

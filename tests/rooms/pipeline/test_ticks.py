@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.fuzz import fuzz
 from support.pipelines import searched, v_shaped
+from support.tiers import tiered
 
 from shardopt.pipeline import schedules
 from shardopt.pipeline._ticks import as_table
@@ -119,15 +120,19 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@settings(deadline=None, max_examples=12, derandomize=True)
-@given(p=st.integers(1, 16), m=st.integers(1, 64), v=st.integers(1, 4))
-def test_every_schedule_is_valid_and_hands_everything_on(name, p, m, v):
-    schedule = SCHEDULES[name](p, m, v)
-    schedule.validate()
-    assert schedule.bubble_fraction <= schedule.program_bubble_fraction
-    assert schedule.num_slots == max(schedule.peak_activations)
-    assert walk(schedule) == expected(schedule)
+@pytest.mark.parametrize(
+    ("name", "count"),
+    tiered([(name, count) for count in (6, 40) for name in SCHEDULES], lambda row: row[1] == 6),
+)
+def test_every_schedule_is_valid_and_hands_everything_on(name, count):
+    def check(p, m, v):
+        schedule = SCHEDULES[name](p, m, v)
+        schedule.validate()
+        assert schedule.bubble_fraction <= schedule.program_bubble_fraction
+        assert schedule.num_slots == max(schedule.peak_activations)
+        assert walk(schedule) == expected(schedule)
+
+    fuzz(check, st.integers(1, 16), st.integers(1, 64), st.integers(1, 4), count=count)
 
 
 @st.composite
@@ -163,13 +168,15 @@ def late(draw):
     return schedules.from_ticks(stages, **tables, stage_of=stage_of, message_ticks=message_ticks)
 
 
-@settings(deadline=None, max_examples=150, derandomize=True)
-@given(late())
-def test_schedules_of_ones_own_hand_everything_on(schedule):
-    schedule.validate()
-    assert walk(schedule) == expected(schedule)
-    assert schedule.num_slots == max(schedule.peak_activations)
-    assert schedule.table_time() <= schedule.program_time()
+@pytest.mark.parametrize("count", tiered([50, 400], lambda count: count == 50))
+def test_schedules_of_ones_own_hand_everything_on(count):
+    def check(schedule):
+        schedule.validate()
+        assert walk(schedule) == expected(schedule)
+        assert schedule.num_slots == max(schedule.peak_activations)
+        assert schedule.table_time() <= schedule.program_time()
+
+    fuzz(check, late(), count=count)
 
 
 def test_the_walk_sees_a_slot_that_is_reused_too_early():

@@ -1,0 +1,91 @@
+"""Parameters of which a checkpoint has only a hash, such as the frozen base of adapters."""
+
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardopt.checkpoint._tree import Json
+from shardopt.core._checksum import checksum
+from shardopt.core._errors import CheckpointError, error_text
+from shardopt.core._types import PyTree, leaves_with_paths
+
+Patterns = Sequence[str | re.Pattern[str]]
+KEY = "hash_only"
+"""The entry of a checkpoint's `extra` with the hash and the regexes."""
+
+
+def compile_patterns(patterns: Patterns) -> tuple[re.Pattern[str], ...]:
+    """Return regexes.
+
+    Raises:
+      TypeError: if they are no sequence of regexes.
+      ValueError: if one does not compile.
+    """
+    if isinstance(patterns, str) or not isinstance(patterns, Sequence):
+        fix = "pass the regexes that the strategy got as frozen."
+        raise TypeError(error_text(f"hash_only must be a list of regexes, got {patterns!r}.", fix=fix))
+    try:
+        return tuple(re.compile(pattern) for pattern in patterns)
+    except (re.error, TypeError) as error:
+        raise ValueError(error_text(f"hash_only has no regular expression: {error}.")) from error
+
+
+def is_hashed(path: str, patterns: Iterable[re.Pattern[str]]) -> bool:
+    """Return whether a checkpoint has only a hash of the parameter with this key path."""
+    return any(pattern.search(path) for pattern in patterns)
+
+
+def without_hashed(state: Any, patterns: Sequence[re.Pattern[str]]) -> Any:
+    """Return a train state with None in place of the parameters that match."""
+    leaves = [None if is_hashed(path, patterns) else leaf for path, leaf in leaves_with_paths(state.params)]
+    return state._replace(params=jax.tree.structure(state.params).unflatten(leaves))
+
+
+def record_of(params: PyTree, patterns: Sequence[re.Pattern[str]]) -> dict[str, Json]:
+    """Return what a checkpoint stores of the parameters that match."""
+    hashed = [(path, leaf) for path, leaf in leaves_with_paths(params) if is_hashed(path, patterns)]
+    return {"hash": hash_of_leaves(hashed), "patterns": [pattern.pattern for pattern in patterns]}
+
+
+def check_hash(source: str, record: Json, params: PyTree) -> tuple[re.Pattern[str], ...]:
+    """Return the regexes of a checkpoint, if the parameters have the hash that it stores.
+
+    Raises:
+      CheckpointError: if there are no parameters, or they have another hash.
+    """
+    patterns = compile_patterns(record["patterns"])
+    if params is None:
+        problem = f"{source} holds no frozen parameters: it has their hash, {record['hash']}."
+        fix = "load them from where they are, and pass them as params=; fit does this if checkpoints have hash_only=."
+        raise CheckpointError(error_text(problem, fix=fix))
+    if (actual := record_of(params, patterns)["hash"]) != record["hash"]:
+        problem = f"{source} was trained on another base: its hash is {record['hash']}, and that of params is {actual}."
+        raise CheckpointError(error_text(problem, fix="load the frozen parameters that it was trained on."))
+    return patterns
+
+
+def with_hashed(state: Any, abstract_params: PyTree, params: PyTree, patterns: Sequence[re.Pattern[str]]) -> Any:
+    """Return a restored state with the parameters that match, placed as `abstract_params`."""
+    restored = dict(leaves_with_paths(state.params))
+    leaves = [
+        jax.device_put(leaf, abstract.sharding) if is_hashed(path, patterns) else restored[path]
+        for (path, leaf), abstract in zip(leaves_with_paths(params), jax.tree.leaves(abstract_params), strict=True)
+    ]
+    return state._replace(params=jax.tree.structure(abstract_params).unflatten(leaves))
+
+
+def hash_of_leaves(paths_and_leaves: Iterable[tuple[str, Any]]) -> str:
+    """Return a hash of leaves with their key paths. It does not depend on how they are sharded."""
+    digest = hashlib.sha256()
+    for path, leaf in paths_and_leaves:
+        first, second = np.asarray(_checksum(jnp.asarray(leaf)))
+        digest.update(f"{path} {leaf.dtype} {leaf.shape} {first} {second}\n".encode())
+    return digest.hexdigest()[:32]
+
+
+_checksum = jax.jit(checksum)

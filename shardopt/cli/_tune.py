@@ -1,0 +1,319 @@
+"""`shardopt tune`: fine-tune an open model on conversations with one command."""
+
+import math
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+import shardopt as so
+from shardopt import data
+from shardopt.adapters import Lora, lora
+from shardopt.adapters._peft import linear_weights, modules_of
+from shardopt.cli import _display as display
+from shardopt.cli._options import TuneOptions, make_optimizer
+from shardopt.cli._run_folder import (
+    CHECKPOINTS,
+    CONFIG,
+    CURVE,
+    METRICS,
+    SCHEDULE,
+    check_run_folder,
+    loggers,
+    order_changes,
+    read_metrics,
+    write_options,
+)
+from shardopt.cli._strategy import check_layout, make_base, mesh_of
+from shardopt.cli._train import write_schedule
+from shardopt.core._arguments import check_number
+from shardopt.core._errors import calling, error_text, plural
+from shardopt.core._extras import require
+from shardopt.core._types import PyTree, TrainState, leaves_with_paths
+from shardopt.data._corpus import Batch
+from shardopt.models import Pretrained, decoder, from_pretrained
+from shardopt.runtime._devices import start_devices
+
+if TYPE_CHECKING:
+    import grain
+
+_LOSS_CHUNK = 512
+"""Positions whose logits are held at a time: with vocabularies of 100,000 tokens logits are larger than all else."""
+
+
+class _Rows(NamedTuple):
+    """The conversations of a run.
+
+    Attributes:
+      training: documents to train on.
+      held_out: rows to evaluate.
+      num_rows: rows of an epoch.
+      text: a description, for people.
+    """
+
+    training: list[Batch]
+    held_out: list[Batch]
+    num_rows: int
+    text: str
+
+    def batches(self, length: int, batch_size: int, seed: int) -> "grain.IterDataset":
+        """Return endless batches, with another order in each epoch."""
+        import grain
+
+        documents = grain.MapDataset.source(self.training).shuffle(seed=seed).repeat()
+        return data.pack(documents, length).batch(batch_size, drop_remainder=True)
+
+    def held_out_batches(self, batch_size: int) -> list[Batch]:
+        """Return the batches to evaluate; rows without weight fill the last one."""
+        missing = -len(self.held_out) % batch_size
+        rows = [*self.held_out, *[jax.tree.map(np.zeros_like, self.held_out[0])] * missing]
+        return [
+            {name: np.stack([row[name] for row in rows[i : i + batch_size]]) for name in rows[0]}
+            for i in range(0, len(rows), batch_size)
+        ]
+
+
+class _Tuned(NamedTuple):
+    """An open model as it is trained.
+
+    Attributes:
+      pretrained: the model of the folder.
+      adapters: its adapters, or None.
+      dtype: the dtype of its files.
+    """
+
+    pretrained: Pretrained
+    adapters: Lora | None
+    dtype: np.dtype
+
+    @property
+    def model(self) -> Any:
+        """The model, for a strategy."""
+        return self.adapters.model if self.adapters else self.pretrained.model
+
+    @property
+    def leaf_arguments(self) -> dict[str, Any]:
+        """The arguments of a strategy that describe the leaves."""
+        return {
+            "rules": self.adapters.rules if self.adapters else self.pretrained.rules,
+            "expert_leaves": self.pretrained.expert_leaves,
+            "frozen": self.adapters.frozen if self.adapters else self.pretrained.frozen,
+        }
+
+    @property
+    def abstract_params(self) -> PyTree:
+        """The parameters as `jax.ShapeDtypeStruct`."""
+        abstract_params = self.pretrained.abstract_params
+        return (
+            jax.eval_shape(self.adapters.init, abstract_params, jax.random.key(0)) if self.adapters else abstract_params
+        )
+
+    def start(self, opt: so.ShardedOptimizer, rng: jax.Array) -> TrainState:
+        """Return the first train state, with the weights of the folder."""
+        return self.adapters.start(self.pretrained, opt, rng) if self.adapters else self.pretrained.load(opt, rng)
+
+    def save(self, folder: Path, params: PyTree) -> None:
+        """Write the folder that transformers or peft loads."""
+        if self.adapters:
+            self.adapters.save(folder, params, model=self.pretrained)
+        else:
+            self.pretrained.save(folder, params, dtype=self.dtype)
+
+
+@calling("tune")
+def tune(options: TuneOptions) -> None:
+    """Fine-tune, evaluate, and write a folder for transformers or peft."""
+    training, run = options.training, options.run
+    _check(options)
+    assert options.model.model is not None
+    assert training.data is not None
+    tokenizer = data.open_chat(options.model.model, template=options.model.chat_template)
+    tuned = _open_model(options)
+    rows = _read_rows(options, tokenizer, tuned.pretrained.config.vocab_size)
+    steps = training.steps or max(1, math.ceil(training.epochs * rows.num_rows / training.batch_size))
+    learning_rate = training.learning_rate or (2e-4 if tuned.adapters else 1e-5)
+    tx = make_optimizer(training.optimizer, learning_rate=learning_rate, steps=steps, clip=training.clip)
+    mesh = mesh_of(options.where.mesh, start_devices(options.where.devices), pipelined=options.is_hybrid)
+    opt = make_base(options, tx, mesh, tuned.model, leaf_arguments=tuned.leaf_arguments)
+    opt.specs(tuned.abstract_params)  # the display needs the shapes of the parameters
+
+    screen, num_bytes = display.open_screen(), training.data.stat().st_size
+    _show(screen, options, opt, tuned, rows, learning_rate, steps)
+    if run.resume:
+        display.show_order_changes(screen, order_changes(options, num_bytes))
+    held_out = rows.held_out_batches(training.batch_size)
+    checkpoints = so.Checkpoints(
+        run.run_dir / CHECKPOINTS,
+        run.checkpoint_every,
+        2,
+        best="val_loss",
+        resume=run.resume,
+        memory_every=run.memory_every,
+        hash_only=tuned.adapters.frozen if tuned.adapters else (),
+    )
+    with checkpoints:
+        if jax.process_index() == 0:  # the folder is locked now
+            write_options(options, num_bytes)
+            write_schedule(opt.config.schedule, run.run_dir / SCHEDULE)
+        result = so.fit(
+            opt,
+            tuned.start(opt, jax.random.key(training.seed)),
+            rows.batches(options.model.length, training.batch_size, training.seed),
+            num_steps=steps,
+            evaluate=so.training.evaluation(opt, held_out),
+            evaluate_every=run.evaluate_every,
+            checkpoints=checkpoints,
+            log=loggers(options, num_bytes),
+        )
+    if result.stopped in ("sigterm", "interrupted"):
+        display.show_stopped(screen, options, result, steps)
+        return
+    out = run.run_dir / ("adapters" if tuned.adapters else "model")
+    if jax.process_index() == 0:
+        shutil.rmtree(out, ignore_errors=True)  # from before a resume
+        display.draw_curve(read_metrics(run.run_dir), run.run_dir / CURVE, unit="token")
+    multihost_utils.sync_global_devices("the folder of the model is free")
+    tuned.save(out, result.state.params)
+    if jax.process_index() == 0:
+        _copy_template(options, out)
+    _show_result(screen, options, result, out)
+
+
+def _check(options: TuneOptions) -> None:
+    """Refuse options that cannot work, as far as this is known without reading the model."""
+    for module in ("grain", "matplotlib"):
+        require(module, extra="cli")
+    for module in ("safetensors", "tokenizers", "jinja2"):
+        require(module, extra="huggingface")
+    model, training = options.model, options.training
+    missing = [f"--{name}" for name, path in (("model", model.model), ("data", training.data)) if path is None]
+    if missing:
+        fix = "shardopt tune --model FOLDER --data chat.jsonl"
+        raise ValueError(error_text(f"{' and '.join(missing)} must be given.", fix=fix))
+    if not Path(str(model.model)).is_dir():
+        raise FileNotFoundError(error_text(f"--model {model.model} is no folder.", fix="download the model first."))
+    if model.lora_rank is None:
+        defaults = type(model)()
+        names = ("lora_alpha", "lora_dropout", "lora_targets", "base")
+        flags = [f"--{name.replace('_', '-')}" for name in names if getattr(model, name) != getattr(defaults, name)]
+        if flags:
+            problem = f"{plural(len(flags), 'option')} for adapters, and --lora-rank is not given."
+            raise ValueError(error_text(problem, flags, "add --lora-rank 16, or leave out what is listed."))
+    check_run_folder(options)
+    check_layout(options, {"--length": model.length, "--lora-rank": model.lora_rank, "--steps": training.steps})
+    check_number("--epochs", training.epochs, positive=True)
+    if training.learning_rate is not None:
+        check_number("--learning-rate", training.learning_rate, positive=True)
+    if not 0 < training.validation < 1:
+        raise ValueError(error_text(f"--validation must be between 0 and 1, got {training.validation}."))
+
+
+def _open_model(options: TuneOptions) -> _Tuned:
+    """Read config.json and the headers of the weights, and describe the adapters."""
+    model = options.model
+    assert model.model is not None
+    stored = np.dtype(from_pretrained(model.model).config.param_dtype)
+    dtype = np.dtype(model.dtype or ("bfloat16" if stored == np.float16 else stored))
+    pretrained = from_pretrained(
+        model.model,
+        param_dtype=None if model.lora_rank else jnp.float32,
+        dtype=dtype,
+        remat="full" if model.recompute_blocks else None,
+        loss_chunk=min(_LOSS_CHUNK, model.length),
+    )
+    if model.lora_rank is None:
+        return _Tuned(pretrained, None, stored)
+    targets = (
+        [f"^{leaf}$" for leaf in linear_weights(pretrained)] if model.lora_targets is None else [model.lora_targets]
+    )
+    adapters = lora(
+        pretrained.model,
+        rank=model.lora_rank,
+        alpha=2 * model.lora_rank if model.lora_alpha is None else model.lora_alpha,
+        dropout=model.lora_dropout,
+        targets=targets,
+        base=model.base,
+        matrices=pretrained.matrices,
+        rules=pretrained.rules,
+        low_rank_products=True,
+    )
+    params = jax.eval_shape(adapters.init, pretrained.abstract_params, jax.random.key(0))
+    modules_of(
+        pretrained, {path.removesuffix("/lora_a") for path, _ in leaves_with_paths(params) if path.endswith("/lora_a")}
+    )
+    return _Tuned(pretrained, adapters, stored)
+
+
+def _read_rows(options: TuneOptions, tokenizer: data.ChatTokenizer, vocab_size: int) -> _Rows:
+    """Read the conversations, hold some of them out, and count the rows of an epoch."""
+    training, length = options.training, options.model.length
+    assert training.data is not None
+    chats = data.read_chats(training.data)
+    tokenized = data.tokenize_chats(chats, tokenizer, length, vocab_size)
+    documents, count = tokenized.documents, len(tokenized.documents)
+    if count < 2:
+        raise ValueError(error_text("one conversation cannot be both trained on and held out.", fix="add another one."))
+    order = np.random.default_rng(training.seed).permutation(count)
+    num_held_out = min(max(1, round(training.validation * count)), count - 1)
+    held_out, trained = ([documents[i] for i in part] for part in (order[:num_held_out], order[num_held_out:]))
+    num_rows = sum(1 for _ in data.pack(trained, length))
+    text = f"{plural(len(trained), 'conversation')} of {training.data} in {plural(num_rows, 'row')}, {num_held_out} held out"
+    if tokenized.num_too_long:
+        text += (
+            f"; {tokenized.num_too_long} left out with more than {length} tokens (the longest has {tokenized.longest})"
+        )
+    return _Rows(trained, list(data.pack(held_out, length)), num_rows, text)
+
+
+def _show(
+    screen: Any,
+    options: TuneOptions,
+    opt: so.ShardedOptimizer,
+    tuned: _Tuned,
+    rows: _Rows,
+    learning_rate: float,
+    steps: int,
+) -> None:
+    total = decoder.num_parameters(tuned.pretrained.config)
+    size_text = f"{tuned.pretrained.family}, {total / 1e6:.4g} million parameters"
+    if tuned.adapters:
+        trained = sum(
+            math.prod(leaf.shape)
+            for path, leaf in leaves_with_paths(tuned.abstract_params)
+            if path.endswith(("/lora_a", "/lora_b"))
+        )
+        size_text += f"; adapters of rank {tuned.adapters.rank} with {trained / 1e6:.4g} million on a base in {tuned.adapters.base}"
+    first_rows = [
+        ("model", size_text),
+        ("data", rows.text),
+        ("steps", f"{steps}, {steps * options.training.batch_size / rows.num_rows:.3g} epochs"),
+    ]
+    display.show_options(screen, options, opt, first_rows, "tokens", learning_rate)
+    display.show_placement(screen, options, opt)
+
+
+def _copy_template(options: TuneOptions, out: Path) -> None:
+    """Let the folder have the template that the model was tuned with."""
+    template = options.model.chat_template
+    if template is not None:
+        shutil.copyfile(template, out / "chat_template.jinja")
+
+
+def _show_result(screen: Any, options: TuneOptions, result: so.training.FitResult, out: Path) -> None:
+    losses = [line["val_loss"] for line in result.history if "val_loss" in line]
+    if losses:
+        display.say(screen, f"\nvalidation loss {losses[-1]:.3f} nats a token after {plural(result.step, 'step')}")
+    else:
+        display.say(screen, f"\nThe run had reached step {result.step} already; --steps above that trains it further.")
+    display.say(screen, f"\n{result.goodput}")
+    folder = options.run.run_dir
+    files = [CHECKPOINTS, METRICS, CONFIG, CURVE] + ([SCHEDULE] if (folder / SCHEDULE).is_file() else [])
+    display.say(screen, f"\nin {folder}: {out.name}, {', '.join(files)}")
+    call = "peft.AutoPeftModelForCausalLM" if out.name == "adapters" else "transformers.AutoModelForCausalLM"
+    display.say(
+        screen, f"{call}.from_pretrained({str(out)!r}) loads the {'adapters' if out.name == 'adapters' else 'model'}."
+    )

@@ -1,0 +1,153 @@
+"""The verdict on the runs of a verified step: where their sums first differ, and which device was wrong."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shardopt.step._verified import STATE, WRITTEN, Column, Evidence
+
+NAMED, ONE_OF, UNKNOWN, NOT_DETERMINISTIC = "named", "one of", "unknown", "not deterministic"
+
+
+class Verdict(NamedTuple):
+    """A difference between sums that must be equal.
+
+    Attributes:
+      phase: the first phase with a difference, see `step._verified`.
+      kind: `NAMED` if the devices are wrong; `ONE_OF` if one of them is; `UNKNOWN` if any device may be; or
+        `NOT_DETERMINISTIC` if most devices do not get the same result again.
+      positions: the positions of the devices in the mesh.
+    """
+
+    phase: str
+    kind: str
+    positions: tuple[int, ...]
+
+
+def judge(runs: Sequence[Evidence], sizes: Mapping[str, int], recorded: np.ndarray | None = None) -> Verdict | None:
+    """Return the verdict on the sums of some runs of one step; None if all are as they must be.
+
+    Each device has a vote on each result that it computed: the majority is right. A device that got different results of
+    the same computation is wrong in one of them.
+
+    Args:
+      runs: their sums.
+      sizes: mesh axis -> size.
+      recorded: uint64[positions, columns], the sums after the last update, if the state must be the state that it wrote.
+    """
+    columns = runs[0].columns
+    for phase in dict.fromkeys(column.phase for column in columns):
+        indices = [i for i, column in enumerate(columns) if column.phase == phase]
+        expected = recorded if phase == STATE else None
+        if not _is_consistent(runs, columns, indices, sizes, expected):
+            return _name(phase, _items(runs, columns, indices, sizes, expected), runs, indices)
+    return None
+
+
+def written(run: Evidence) -> np.ndarray:
+    """Return the sums of the state that a run wrote, to be `recorded` in the next step."""
+    return run.sums[:, [i for i, column in enumerate(run.columns) if column.phase == WRITTEN]]
+
+
+def total(sums: np.ndarray, columns: Sequence[Column], sizes: Mapping[str, int]) -> tuple[int, int]:
+    """Return the sum of all leaves of a state: each shard counts once, however many devices have copies of it."""
+    halves = [0, 0]
+    for i, column in enumerate(columns):
+        firsts = sums[_groups(column.copies, sizes)[:, 0], i]
+        halves[0] += int(np.sum(firsts >> np.uint64(32)))
+        halves[1] += int(np.sum(firsts & np.uint64(2**32 - 1)))
+    return halves[0] % 2**32, halves[1] % 2**32
+
+
+class _Item(NamedTuple):
+    """The sums of one shard, by the position of the device that computed it; `expected` if it is known."""
+
+    sums: dict[int, set[int]]
+    expected: int | None
+
+
+def _groups(copies: Sequence[str], sizes: Mapping[str, int]) -> np.ndarray:
+    """Return the positions [groups, copies] that hold copies of the same shards."""
+    positions = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+    dims = [list(sizes).index(axis) for axis in copies]
+    last = range(positions.ndim - len(dims), positions.ndim)
+    return np.moveaxis(positions, dims, last).reshape(-1, math.prod(sizes[axis] for axis in copies))
+
+
+def _is_consistent(
+    runs: Sequence[Evidence],
+    columns: Sequence[Column],
+    indices: Sequence[int],
+    sizes: Mapping[str, int],
+    recorded: np.ndarray | None,
+) -> bool:
+    first = runs[0].sums[:, indices]
+    if not all(np.array_equal(first, run.sums[:, indices]) for run in runs[1:]):
+        return False
+    if recorded is not None and not np.array_equal(first, recorded):
+        return False
+    grouped = [runs[0].sums[_groups(columns[i].copies, sizes), i] for i in indices]
+    return all(bool((sums == sums[:, :1]).all()) for sums in grouped)
+
+
+def _items(
+    runs: Sequence[Evidence],
+    columns: Sequence[Column],
+    indices: Sequence[int],
+    sizes: Mapping[str, int],
+    recorded: np.ndarray | None,
+) -> list[_Item]:
+    """Return the shards whose sums differ."""
+    items, count = [], math.prod(sizes.values())
+    for number, i in enumerate(indices):
+        for group in _groups(columns[i].copies, sizes):
+            sums: dict[int, set[int]] = {}
+            for position in map(int, group):
+                values = [int(run.sums[position, i]) for run in runs]
+                # A stored value that all runs read alike is what its own device stores, whichever device it moved to.
+                is_stored = columns[i].phase == STATE and len(set(values)) == 1
+                for run, value in zip(runs, values, strict=True):
+                    device = position if is_stored else (position - run.shift) % count
+                    sums.setdefault(device, set()).add(value)
+            expected = None if recorded is None else int(recorded[group[0], number])
+            distinct = set().union(*sums.values())
+            if len(distinct) > 1 or (expected is not None and distinct != {expected}):
+                items.append(_Item(sums, expected))
+    return items
+
+
+def _name(phase: str, items: Sequence[_Item], runs: Sequence[Evidence], indices: Sequence[int]) -> Verdict:
+    """Return the verdict on the shards whose sums differ."""
+    wrong: set[int] = set()
+    undecided: set[int] = set()
+    unsteady: set[int] = set()
+    for item in items:
+        unsteady |= {device for device, sums in item.sums.items() if len(sums) > 1}
+        expected = _majority(item) if item.expected is None else item.expected
+        if expected is None:
+            undecided |= set(item.sums)
+        else:
+            wrong |= {device for device, sums in item.sums.items() if sums != {expected}}
+    count = runs[0].sums.shape[0]
+    if wrong and not undecided and 2 * len(wrong) <= count:
+        return Verdict(phase, NAMED, tuple(sorted(wrong)))
+    if 2 * len(unsteady) > count and not _only_one_differs(runs, indices):
+        return Verdict(phase, NOT_DETERMINISTIC, ())
+    candidates = wrong | undecided
+    if len(candidates) <= max(2, count // 2):
+        return Verdict(phase, ONE_OF, tuple(sorted(candidates)))
+    return Verdict(phase, UNKNOWN, ())
+
+
+def _majority(item: _Item) -> int | None:
+    """Return the sum that more than half of the steady devices agree on, or None."""
+    votes = [next(iter(sums)) for sums in item.sums.values() if len(sums) == 1]
+    return next((value for value in set(votes) if 2 * votes.count(value) > len(votes)), None)
+
+
+def _only_one_differs(runs: Sequence[Evidence], indices: Sequence[int]) -> bool:
+    """Return whether all runs but one agree: then one of them was disturbed, and the program is deterministic."""
+    results = [run.sums[:, indices].tobytes() for run in runs]
+    return len(results) > 2 and max(map(results.count, results)) == len(results) - 1

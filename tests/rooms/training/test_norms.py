@@ -1,0 +1,162 @@
+"""`fit(metrics_every=...)` logs norms of leaves and layers at its steps, and `plot_norms` draws what is in the log."""
+
+import json
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import shardopt as so
+from shardopt.step._norms import Norms
+from shardopt.training import _spikes as spikes
+from shardopt.training._fit import fit
+from shardopt.training._plot_norms import read_norms
+
+pytestmark = pytest.mark.fast
+KINDS = ("gradient_norm", "update_norm", "param_norm")
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_norms_are_logged_at_their_steps_and_a_resumed_run_logs_each_once(opt, new_state, batches, tmp_path, memory):
+    path, disk = tmp_path / "metrics.jsonl", {}
+    for num_steps in (6, 9):  # the first run is cut off after its checkpoint of step 4
+        options = {"checkpoints": memory(4, disk=disk, resume=True), "log": so.training.jsonl(path), "progress": False}
+        result = fit(opt, new_state(), batches, num_steps=num_steps, log_every=2, metrics_every=3, **options)
+        disk.pop(6, None)
+    norms = [line for line in lines_of(path) if "gradient_norm/w" in line]
+    assert [line["step"] for line in norms] == [3, 6, 9]
+    assert set(norms[0]) == {"step"} | {f"{kind}/{leaf}" for kind in KINDS for leaf in ("w", "b")}
+    state = new_state()
+    for i, batch in enumerate(batches[:9]):
+        before = state.params
+        w, b = (np.linalg.norm(before[name]) for name in ("w", "b"))
+        state, metrics = opt.step(state, batch)
+        if (line := {line["step"]: line for line in norms}.get(i + 1)) is not None:
+            np.testing.assert_allclose(
+                math.hypot(line["gradient_norm/w"], line["gradient_norm/b"]), metrics["grad_norm"], rtol=1e-5
+            )
+            np.testing.assert_allclose([line["param_norm/w"], line["param_norm/b"]], [w, b], rtol=1e-5, atol=1e-7)
+            assert line["update_norm/w"] > 0
+    np.testing.assert_allclose(result.state.params["w"], state.params["w"], rtol=1e-5)
+    assert not any(name.startswith(KINDS) for record in result.history for name in record)
+
+
+def test_norms_that_are_due_in_a_verified_step_are_those_of_the_next(new_state, batches, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    options = {"log": so.training.jsonl(path), "progress": False, "metrics_every": 2, "verify_every": 4}
+    fit(OPT, STATE, [BATCH] * 7, num_steps=7, **options)
+    assert [line["step"] for line in lines_of(path) if "gradient_norm/w" in line] == [2, 5, 6]
+
+
+def test_the_norms_of_a_step_that_ends_the_run_are_logged(opt, new_state, batches):
+    """They show where the NaN is."""
+    logged = []
+    bad = [*batches[:3], {"x": batches[3]["x"], "y": np.full(8, np.nan, np.float32)}, *batches[4:]]
+    options = {"num_steps": 8, "log": lambda step, metrics: logged.append((step, metrics)), "progress": False}
+    with pytest.raises(so.errors.NonFiniteLossError):
+        fit(opt, new_state(), bad, metrics_every=2, **options)
+    step, metrics = logged[-1]
+    assert step == 4
+    assert math.isnan(metrics["gradient_norm/w"])
+    assert math.isfinite(metrics["param_norm/w"])
+
+
+def test_a_run_that_goes_back_logs_each_step_once(opt, new_state, batches, tmp_path, monkeypatch):
+    """Batch 7 is a spike, seen while step 9 runs: the norms of step 9 are dropped, and are logged when it is taken again."""
+    monkeypatch.setattr(spikes, "WINDOW", 4)
+    monkeypatch.setattr(spikes, "DEVIATIONS", 500.0)
+    bad = [*batches[:7], {"x": batches[7]["x"], "y": batches[7]["y"] * 1e4}, *batches[8:]]
+    path = tmp_path / "log.jsonl"
+    with so.Checkpoints(tmp_path / "run", every=5, keep=None) as checkpoints:
+        options = {
+            "checkpoints": checkpoints,
+            "log": so.training.jsonl(path),
+            "on_spike": "rollback",
+            "progress": False,
+        }
+        fit(opt, new_state(), bad, num_steps=12, metrics_every=3, **options)
+    assert [line["step"] for line in lines_of(path) if "param_norm/w" in line] == [3, 6, 9, 12]
+
+
+def test_layers_have_numbers_of_their_own():
+    """A leaf in a list ends in a number too, and is no layer."""
+    values = jnp.array([[3.0, 0, 4, 1], [0, 0, 0, 0], [1, 2, 3, 4]])
+    norms = Norms(values, (("out/0", None), ("blocks/w", 2), ("head", None)))
+    metrics = norms.metrics()
+    assert metrics["gradient_norm/blocks/w/layer_1"] == 4
+    assert (metrics["gradient_norm/out/0"], metrics["param_norm/head"]) == (3, 4)
+    assert norms.params["blocks/w"].tolist() == [2, 3]
+    assert len(metrics) == 12
+
+
+LINES = [
+    {"step": 10, "loss": 1.0},
+    {"step": 10, "gradient_norm/out/0": 1.0}
+    | {f"gradient_norm/blocks/{leaf}/layer_{i}": x for leaf, x in (("up", 3.0), ("down", 4.0)) for i in range(11)},
+    {"step": 20, "gradient_norm/out/0": 0.0, "gradient_norm/blocks/up/layer_10": None},
+    {"step": 20, "gradient_norm/out/0": 2.0, "gradient_norm/blocks/up/layer_10": None, "update_norm/out/0": 0.0},
+]
+
+
+def test_a_layer_is_the_norm_of_its_leaves():
+    """Layers are in the order of their numbers, a step that was taken again counts once, null is NaN."""
+    rows, num_leaves, steps, values = read_norms(LINES, "gradient_norm")
+    assert rows == ("out/0", *(f"layer_{i}" for i in range(11)))
+    assert (num_leaves, steps.tolist()) == (1, [10, 20])
+    assert values[0].tolist() == [1, 2]
+    assert values[1:, 0].tolist() == [5.0] * 11
+    assert values[1:11, 1].tolist() == [-1] * 10
+    assert math.isnan(values[11, 1])
+    assert read_norms(LINES, "param_norm") is None
+
+
+def test_the_picture_shows_every_kind_of_cell(tmp_path):
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    figure = so.training.plot_norms(tmp_path / "log.jsonl", path=tmp_path / "norms")
+    assert (tmp_path / "norms").read_bytes().startswith(b"\x89PNG")
+    gradient, update, *_ = figure.axes
+    assert [gradient.get_title("left"), update.get_title("left")] == ["gradient", "update"]
+    drawn, not_finite = (mesh.get_array() for mesh in gradient.collections)
+    assert drawn.count() == 13  # of 24 cells: ten are not logged, one is NaN
+    assert [*zip(*np.nonzero(~not_finite.mask), strict=True)] == [(11, 1)]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["NaN or infinite", "zero", "not logged"]
+    assert [label.get_text() for label in gradient.get_yticklabels()] == ["out/0", *(f"layer {i}" for i in range(11))]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: so.training.plot_norms([{"step": 1, "loss": 2.0}]),
+            "plot_norms: the log has no norms.\n"
+            "Fix: train with so.fit(..., metrics_every=10, log=so.training.jsonl(path)).",
+        ),
+        (
+            lambda: fit(OPT, STATE, [BATCH], num_steps=1, metrics_every=0),
+            "fit: metrics_every must be at least 1, got 0.",
+        ),
+        (
+            lambda: fit(so.local_sgd(OPT, sync_every=1), STATE, [BATCH], num_steps=1, metrics_every=5),
+            "fit: metrics_every takes norms of one gradient, and the replicas of local_sgd train apart.\n"
+            "Fix: leave metrics_every out.",
+        ),
+        (
+            lambda: fit(OPT, STATE, [BATCH], num_steps=1, metrics_every=5, verify_every=1),
+            "fit: metrics_every takes norms in steps that are not verified, and verify_every=1 verifies each step.\n"
+            "Fix: take verify_every=2 or more, or leave metrics_every out.",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_refused(call, message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        call()
+    assert str(error.value) == message
+
+
+OPT = so.ddp(optax.sgd(0.1), so.make_mesh(replica=2, data=4), lambda params, batch: jnp.mean(batch * params["w"]))
+STATE, BATCH = so.DeferredInit({"w": np.ones((), np.float32)}), np.ones(8, np.float32)

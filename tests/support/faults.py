@@ -1,0 +1,277 @@
+"""Faults of one device, put into a step on purpose: flipped bits, stuck bits and wrong tiles, at each site of a step.
+
+A batch has a leaf "fault" with a code in each row. A device reads the code of its first row, so one compiled program has all
+faults. A transient fault is in the first run of a step only. A stuck fault is in every run, wherever its device takes part.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import shardopt as so
+from shardopt.step import _gradients, _step
+from shardopt.step._verified import VerifiedStep
+from shardopt.training._verify import Verification
+
+SITES = ("none", "shard", "weight", "activation", "gradient", "reduced", "update")
+"""What is hit: a stored shard, a weight as the loss reads it (after its gather), an activation, a local gradient, a gradient
+after its reduction, the result of the update."""
+KINDS = ("flip", "stuck", "tile")
+ROWS = 2  # of each device
+WIDTH = 8
+
+
+class Fault(NamedTuple):
+    """A fault: its device, its site, and which bits of which leaf it changes."""
+
+    device: int
+    site: str
+    kind: str
+    index: int
+    bit: int
+    leaf: int
+
+    @property
+    def code(self):
+        return [SITES.index(self.site), KINDS.index(self.kind), self.index, self.bit, self.leaf]
+
+
+def draw(rng, devices):
+    """Return a random fault."""
+    site, kind = rng.choice(SITES[1:]), rng.choice(KINDS)
+    return Fault(int(rng.integers(devices)), str(site), str(kind), *(int(rng.integers(n)) for n in (2**16, 32, 2**8)))
+
+
+def damaged(x, code, active):
+    """Return a float32 array with the fault of a code, if it is active."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32).reshape(-1)
+    place, (_, kind, index, bit, _) = jnp.arange(bits.size), code
+    one = jnp.uint32(1) << bit.astype(jnp.uint32)
+    flipped = jnp.where(place == index % bits.size, bits ^ one, bits)
+    lane = place % 4 == index % 4
+    stuck = jnp.where(lane, jnp.where(index % 2 == 0, bits | one, bits & ~one), bits)
+    tile = jnp.where(place // 4 == (index % bits.size) // 4, jnp.roll(bits, 4), bits)
+    faulty = jnp.where(kind == 0, flipped, jnp.where(kind == 1, stuck, tile))
+    return jax.lax.bitcast_convert_type(jnp.where(active, faulty, bits).reshape(x.shape), jnp.float32)
+
+
+def at_site(site, x, code, leaf=None, leaves=1):
+    active = code[0] == SITES.index(site)
+    active = active if leaf is None else active & (code[4] % leaves == leaf)
+    run = jax.custom_vjp(damaged)  # bits have no gradient: the backward pass is that of a device that computed x right
+    run.defvjp(lambda *args: (damaged(*args), None), lambda _, dx: (dx, None, None))
+    return run(x, code, active)
+
+
+def of_gradient(x, code, leaf, leaves):
+    """Return x, whose gradient has the fault."""
+    run = jax.custom_vjp(lambda x, code: x)
+    run.defvjp(lambda x, code: (x, code), lambda code, dx: (at_site("gradient", dx, code, leaf, leaves), None))
+    return run(x, code)
+
+
+def loss(params, batch):
+    code = batch["fault"][0]
+    weights = {}
+    for leaf, name in enumerate(sorted(params)):
+        weight = at_site("weight", params[name], code, leaf, len(params))
+        weights[name] = of_gradient(weight, code, leaf, len(params))
+    hidden = at_site("activation", jnp.tanh(batch["x"] @ weights["w1"] + weights["b"]), code)
+    return jnp.mean((hidden @ weights["w2"] - batch["y"]) ** 2)
+
+
+def first_params():
+    draws = np.random.default_rng(0)
+    shapes = {"w1": (WIDTH, WIDTH), "w2": (WIDTH, WIDTH), "b": (WIDTH,)}
+    return {name: (draws.normal(size=shape) / 3).astype(np.float32) for name, shape in shapes.items()}
+
+
+def batches(devices):
+    """Yield batches without faults."""
+    for seed in itertools.count():
+        draws = np.random.default_rng(seed)
+        rows = {name: draws.normal(size=(ROWS * devices, WIDTH)).astype(np.float32) for name in ("x", "y")}
+        yield rows | {"fault": np.zeros((ROWS * devices, 5), np.int32)}
+
+
+def strategies(devices):
+    """Return name -> optimizer, on four devices."""
+    mesh, options = so.make_mesh(data=4, devices=devices[:4]), {"min_shard_elements": 1, "separable": True}
+    tx = optax.adam(0.01)
+    return {
+        "ddp": lambda: so.ddp(tx, mesh, loss, separable=True),
+        "zero1": lambda: so.zero(tx, mesh, loss, stage=1, **options),
+        "zero2": lambda: so.zero(tx, mesh, loss, stage=2, **options),
+        "fsdp": lambda: so.fsdp(tx, mesh, loss, **options),
+        "hsdp": lambda: so.fsdp(tx, so.make_mesh(replica=2, data=2, devices=devices[:4]), loss, **options),
+    }
+
+
+def install(patch, break_function):
+    """Put the faults after the reduction and in the update into the step, and the code into each run.
+
+    Returns:
+      A dict: `fault` is the fault of the next runs, `stuck` whether it is in all of them, and `runs` counts them.
+    """
+    now = {"fault": None, "stuck": False, "runs": 0, "code": None}
+    differentiate, reduce = _gradients.micro_batch_gradients, _gradients._reduce
+    make_gradients, apply_update, run = _step.make_gradients, _step.apply_update, VerifiedStep.run
+
+    def with_code(config, layout, params, batch, *args):
+        now["local code"] = batch["fault"][0]
+        return differentiate(config, layout, params, batch, *args)
+
+    def with_faulty_result(*args):
+        grads, reducer = reduce(*args)
+        return [at_site("reduced", x, now["local code"], i, len(grads)) for i, x in enumerate(grads)], reducer
+
+    def with_codes(config, layout):
+        gradients = make_gradients(config, layout)
+
+        def of_batch(params, batch, *args):
+            now["codes"] = batch["fault"]
+            return gradients(params, batch, *args)
+
+        return of_batch
+
+    def with_faulty_update(config, layout, *args):
+        params, opt_state = apply_update(config, layout, *args)
+        specs = [plan.spec(sharded=config.placement.opt_state) for plan in layout.plans]
+        specs += jax.tree.leaves(layout.specs.opt_state, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
+        leaves, treedef = jax.tree.flatten((params, opt_state))
+
+        def run(codes, leaves):
+            count = len(leaves)
+            return [
+                at_site("update", x, codes[0], i, count) if x.dtype == jnp.float32 else x for i, x in enumerate(leaves)
+            ]
+
+        rows = jax.sharding.PartitionSpec(config.axes.rows)
+        run = jax.shard_map(run, mesh=config.mesh, in_specs=(rows, specs), out_specs=specs, check_vma=False)
+        return treedef.unflatten(run(now["codes"], leaves))
+
+    def with_fault(verified, state, batch, shift=0):
+        now["runs"] += 1
+        active = now["fault"] is not None and (now["stuck"] or now["runs"] == 1)
+        result = run(verified, state, faulty(batch, now["fault"] if active else None, shift), shift)
+        if now["runs"] == 1:
+            now["first result"] = result[0]
+        return result
+
+    break_function(patch, differentiate, with_code)
+    break_function(patch, reduce, with_faulty_result)
+    break_function(patch, make_gradients, with_codes, callers=(_step,))
+    break_function(patch, apply_update, with_faulty_update, callers=(_step,))
+    patch.setattr(VerifiedStep, "run", with_fault)
+    return now
+
+
+def faulty(batch, fault, shift=0):
+    """Return a batch with the code of a fault in the rows that its device gets."""
+    codes = np.zeros(batch["fault"].shape, np.int32)
+    if fault is not None and fault.site != "shard":
+        position = (fault.device + shift) % (len(codes) // ROWS)
+        codes[position * ROWS : (position + 1) * ROWS] = fault.code
+    old = batch["fault"]
+    return batch | {"fault": jax.device_put(codes, old.sharding) if isinstance(old, jax.Array) else codes}
+
+
+def with_faulty_shard(state, fault, mesh):
+    """Return a state in which the shard of a device of one float leaf has the fault."""
+    leaves, treedef = jax.tree.flatten(state)
+    floats = [i for i, leaf in enumerate(leaves) if leaf.dtype == jnp.float32]
+    chosen = floats[fault.leaf % len(floats)]
+    device = mesh.devices.flat[fault.device]
+    code, shards = jnp.asarray(fault.code), []
+    for shard in leaves[chosen].addressable_shards:
+        data = np.asarray(shard.data)
+        if shard.device == device:
+            data = np.asarray(_damaged(data, code, True))
+        shards.append(jax.device_put(data, shard.device))
+    leaves[chosen] = jax.make_array_from_single_device_arrays(leaves[chosen].shape, leaves[chosen].sharding, shards)
+    return treedef.unflatten(leaves)
+
+
+_damaged = jax.jit(damaged)
+
+
+def same_bits(a, b):
+    """Return whether all shards of two states are equal bit for bit."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(
+        np.asarray(one.data).tobytes() == np.asarray(other.data).tobytes()
+        for x, y in pairs
+        for one, other in zip(x.addressable_shards, y.addressable_shards, strict=True)
+    )
+
+
+class Window(NamedTuple):
+    """The result of a window of steps.
+
+    Attributes:
+      changed: whether the state after it differs from the state without the fault.
+      error: the error of its verified step, or None.
+    """
+
+    changed: bool
+    error: so.errors.SilentCorruptionError | None
+
+    def names(self, device):
+        """Return whether the error names this device alone."""
+        return self.error is not None and self.error.devices == (device.id,)
+
+
+class Rig:
+    """Runs windows of k steps, the last of them verified, with a fault in one of them."""
+
+    def __init__(self, name, now, devices):
+        self.name, self.now = name, now
+        self.opt = strategies(devices)[name]()
+        self.mesh, self.batches = self.opt.mesh, list(itertools.islice(batches(4), 16))
+        self.verification = Verification(self.opt, 1, None, num_steps=10**9)
+        self.now.update(fault=None, stuck=False, runs=0)
+        first = self.opt.init(first_params())
+        self.state, _ = self.verification.take_step(first, self.batches[-1], 0, 0)
+        self.recorded = self.verification.recorded
+        self.clean = {}
+
+    def window(self, every, first, fault=None, at=0, *, stuck=False):
+        """Run `every` steps from the same state, on the batches from number `first`.
+
+        The fault is in step `at` of the window; if it is stuck, also in the later ones.
+        """
+        key = every, first % len(self.batches)
+        if key not in self.clean and fault is not None:
+            self.window(every, first)
+        state, error, self.verification.recorded = self.state, None, self.recorded
+        for number in range(every):
+            active = fault is not None and (number == at or (stuck and number > at))
+            if active and fault.site == "shard" and number == at:
+                state = with_faulty_shard(state, fault, self.mesh)
+            batch = self.batches[(first + number) % len(self.batches)]
+            if number < every - 1:
+                state, _ = self.opt.step(copied(state), faulty(batch, fault if active else None))
+                continue
+            self.now.update(fault=fault if active else None, stuck=stuck, runs=0)
+            try:
+                self.verification.take_step(state, batch, 1 + number, 0)
+            except so.errors.SilentCorruptionError as found:
+                error = found
+        last = self.now["first result"]
+        if fault is None:
+            self.clean[key] = last
+        return Window(not same_bits(self.clean[key], last), error)
+
+
+@jax.jit
+def _copied(state):
+    return jax.tree.map(jnp.copy, state)
+
+
+def copied(state):
+    """Return a copy of a state: a step takes over the memory of the state that it is given."""
+    return _copied(state)
