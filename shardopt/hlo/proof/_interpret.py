@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from shardopt.hlo._hlo_text import Instruction, Module, attributes, operands, parse
+from shardopt.hlo._program import header_count
 from shardopt.hlo.proof import _interpret_collectives as collectives
-from shardopt.hlo._hlo_text import Instruction, Module, attributes, elements, operands, parse
 from shardopt.hlo.proof._interpret_collectives import Devices
 from shardopt.hlo.proof._interpret_numpy import (
-    BINARY,
     CUSTOM_CALLS,
     UFUNCS,
     Line,
@@ -25,7 +25,6 @@ from shardopt.hlo.proof._interpret_numpy import (
     shaped,
 )
 from shardopt.hlo.proof._interpret_shards import cut, error_between, join, read_literal, read_shape
-from shardopt.hlo._program import header_count
 
 Value = Any
 """An array [devices, ...local shape], or a tuple of values."""
@@ -112,7 +111,9 @@ class Interpreter:
 
     def __post_init__(self) -> None:
         """Read the number of devices."""
-        self.replicas, self.partitions = (header_count(self.module.header, key) for key in ("replica_count", "num_partitions"))
+        self.replicas, self.partitions = (
+            header_count(self.module.header, key) for key in ("replica_count", "num_partitions")
+        )
 
     @property
     def devices(self) -> Devices:
@@ -137,7 +138,9 @@ class Interpreter:
         for line, value in zip(self.parameters, inputs, strict=True):
             shape = read_shape(line.shape)
             if value.shape != (self.replicas * self.partitions, *shape.dims) or value.dtype != shape.dtype:
-                raise ValueError(f"interpret: {line.name} is {line.shape} on each device, got {value.dtype}{list(value.shape)}.")
+                raise ValueError(
+                    f"interpret: {line.name} is {line.shape} on each device, got {value.dtype}{list(value.shape)}."
+                )
         with np.errstate(all="ignore"):
             result = self.call(self.module.entry, self.devices, list(inputs))
         return list(result) if isinstance(result, tuple) else [result]
@@ -190,7 +193,10 @@ class Interpreter:
             operation = shaped(line)
             return lambda devices, values: operation(len(devices.positions))
         if opcode == "constant":
-            literal = read_literal(instruction.rest.partition("), ")[0].rpartition(")")[0] or instruction.rest.partition(")")[0], line.result)
+            literal = read_literal(
+                instruction.rest.partition("), ")[0].rpartition(")")[0] or instruction.rest.partition(")")[0],
+                line.result,
+            )
             return lambda devices, values: np.broadcast_to(literal, (len(devices.positions), *literal.shape))
         builder = getattr(self, "_" + opcode.replace("-", "_"), None)
         if builder is None:
@@ -258,7 +264,11 @@ class Interpreter:
         is_boolean = line.operand(0).dtype == np.bool_
 
         def step(devices: Devices, values: list[Value]) -> Value:
-            which = ~values[0] * 1 if is_boolean else np.where((values[0] < 0) | (values[0] >= len(branches)), len(branches) - 1, values[0])
+            which = (
+                ~values[0] * 1
+                if is_boolean
+                else np.where((values[0] < 0) | (values[0] >= len(branches)), len(branches) - 1, values[0])
+            )
             result = None
             for branch in np.unique(which).tolist():
                 rows = np.flatnonzero(which == branch)
@@ -288,7 +298,9 @@ class Interpreter:
     def _named_combiner(self, line: Line) -> str:
         name = self._combiner(line)
         if name is None:
-            raise ValueError(f"its computation {line.attributes['to_apply']} is more than one of {', '.join(sorted(UFUNCS))}")
+            raise ValueError(
+                f"its computation {line.attributes['to_apply']} is more than one of {', '.join(sorted(UFUNCS))}"
+            )
         return name
 
     def _scalars(self, name: str, values: Sequence[np.ndarray]) -> Value:
@@ -393,7 +405,9 @@ class Interpreter:
 
     def _reduce_scatter(self, line: Line) -> Step:
         dim, reduction = line.dims("dimensions")[0], self._reduction(line)
-        return self._each("reduce-scatter", line, lambda value, rows: collectives.reduce_scatter(value, rows, dim, reduction))
+        return self._each(
+            "reduce-scatter", line, lambda value, rows: collectives.reduce_scatter(value, rows, dim, reduction)
+        )
 
     def _all_to_all(self, line: Line) -> Step:
         if "dimensions" in line.attributes:
@@ -403,7 +417,11 @@ class Interpreter:
         return lambda devices, values: collectives.exchange(values, devices.rows(groups))
 
     def _collective_broadcast(self, line: Line) -> Step:
-        return self._each("collective-broadcast", line, lambda value, rows: collectives.all_reduce(value, rows, lambda group: group[0]))
+        return self._each(
+            "collective-broadcast",
+            line,
+            lambda value, rows: collectives.all_reduce(value, rows, lambda group: group[0]),
+        )
 
     def _collective_permute(self, line: Line) -> Step:
         is_tuple = len(line.operand_shapes) > 1
