@@ -110,7 +110,7 @@ def assign(name: str, shape: str, expression: str, *, root: bool = False) -> str
 def call(line: Instruction, values: list[str] | None = None, **changes: str) -> str:
     """Return an instruction's expression, with other operands and some other attributes."""
     values = operands(line) if values is None else values
-    words = attributes(line) | {key: value for key, value in changes.items()}
+    words = attributes(line) | changes
     listed = "".join(f", {key}={value}" for key, value in words.items() if key != "backend_config")
     return f"{line.opcode}({', '.join('%' + value for value in values)}){listed}"
 
@@ -422,7 +422,7 @@ def shift_table(source: Source, line: Instruction, draw: random.Random) -> Edit:
     shape = read_shape(line.shape)
     if shape.dims != (source.devices,) or shape.dtype.kind not in "iu" or source.devices == 1:
         return None
-    numbers = [word for word in line.rest.partition(")")[0].strip("{} ").split(",")]
+    numbers = line.rest.partition(")")[0].strip("{} ").split(",")
     numbers = numbers[1:] + numbers[:1]
     return {
         line.name: [

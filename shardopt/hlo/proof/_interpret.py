@@ -48,19 +48,6 @@ def interpret(program: str | Module, inputs: Sequence[np.ndarray]) -> list[np.nd
 
     Raises:
       CannotInterpretError: if it cannot interpret an instruction, with the instruction and the reason.
-
-    Example:
-      >>> text = '''HloModule m, num_partitions=2
-      ... add { a = f32[] parameter(0)
-      ...   b = f32[] parameter(1)
-      ...   ROOT s = f32[] add(a, b)
-      ... }
-      ... ENTRY main {
-      ...   x = f32[1]{0} parameter(0)
-      ...   ROOT y = f32[1]{0} all-reduce(x), channel_id=1, replica_groups={{0,1}}, use_global_device_ids=true, to_apply=add
-      ... }'''.replace("add {", "add {\\n")
-      >>> interpret(text, [np.array([[1.0], [2.0]], np.float32)])[0].tolist()
-      [[3.0], [3.0]]
     """
     return Interpreter(parse(program) if isinstance(program, str) else program).run(inputs)
 
