@@ -19,6 +19,7 @@ from shardopt.hlo.proof._interpret_numpy import (
     UFUNCS,
     Line,
     elementwise,
+    iota,
     reduce_rows,
     reduce_window,
     scatter,
@@ -174,11 +175,11 @@ class Interpreter:
 
     def _step(self, instruction: Instruction, line: Line) -> Step:
         opcode = line.opcode
-        if operation := elementwise(line) or (shaped(line) if opcode != "iota" else None):
+        if operation := elementwise(line) or shaped(line):
             return lambda devices, values: operation(*values)
         if opcode == "iota":
-            operation = shaped(line)
-            return lambda devices, values: operation(len(devices.positions))
+            numbers = iota(line)
+            return lambda devices, values: numbers(len(devices.positions))
         if opcode == "constant":
             literal = read_literal(
                 instruction.rest.partition("), ")[0].rpartition(")")[0] or instruction.rest.partition(")")[0],

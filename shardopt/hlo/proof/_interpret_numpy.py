@@ -81,10 +81,6 @@ def _erf(a: np.ndarray) -> np.ndarray:
     return erf(a.astype(np.float64)).astype(a.dtype)
 
 
-def _nan_maximum(pick: Callable) -> Operation:
-    return lambda a, b: pick(a, b)
-
-
 UNARY: dict[str, Operation] = {
     "abs": np.abs,
     "negate": np.negative,
@@ -165,7 +161,8 @@ def elementwise(line: Line) -> Operation | None:
     if opcode == "clamp":
         return lambda low, value, high: np.minimum(np.maximum(value, _spread(low, value)), _spread(high, value))
     if opcode == "convert":
-        return lambda value: _convert(value, dtype)
+        target = line.result.dtype
+        return lambda value: _convert(value, target)
     if opcode == "reduce-precision":
         return _reduce_precision(line)
     return None
@@ -286,7 +283,8 @@ def _pad(line: Line) -> Operation:
     return apply
 
 
-def _iota(line: Line) -> Operation:
+def iota(line: Line) -> Operation:
+    """Return counts along a dim, for a number of devices."""
     shape, dim = line.result, int(line.attributes.get("iota_dimension", "0"))
     sizes = [size if d == dim else 1 for d, size in enumerate(shape.dims)]
     values = np.broadcast_to(np.arange(shape.dims[dim]).astype(shape.dtype).reshape(sizes), shape.dims)
@@ -567,7 +565,8 @@ def geqrf(line: Line) -> Operation:
 
     def apply(value: np.ndarray) -> tuple[np.ndarray, ...]:
         matrices = value.reshape(-1, *value.shape[-2:])
-        results = [(lapack.dgeqrf if value.dtype == np.float64 else lapack.sgeqrf)(matrix)[:2] for matrix in matrices]
+        (geqrf_of,) = lapack.get_lapack_funcs(("geqrf",), (value,))
+        results = [geqrf_of(matrix)[:2] for matrix in matrices]
         factors, taus = (np.stack(parts) for parts in zip(*results, strict=True))
         return factors.reshape(value.shape), taus.reshape(*value.shape[:-2], -1)
 
@@ -580,7 +579,7 @@ def orgqr(line: Line) -> Operation:
 
     def apply(value: np.ndarray, taus: np.ndarray) -> np.ndarray:
         matrices, rows = value.reshape(-1, *value.shape[-2:]), taus.reshape(-1, taus.shape[-1])
-        function = lapack.dorgqr if value.dtype == np.float64 else lapack.sorgqr
+        (function,) = lapack.get_lapack_funcs(("orgqr",), (value,))
         return np.stack([function(m, t)[0] for m, t in zip(matrices, rows, strict=True)]).reshape(value.shape)
 
     return apply
@@ -616,7 +615,6 @@ _SHAPED: dict[str, Callable[[Line], Operation]] = {
     "dynamic-slice": _dynamic_slice,
     "dynamic-update-slice": _dynamic_update_slice,
     "gather": _gather,
-    "iota": _iota,
     "pad": _pad,
     "reshape": _reshape,
     "reverse": _reverse,
