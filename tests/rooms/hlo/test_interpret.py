@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from support.paths import ROOT
 
 from shardopt.hlo.proof import _interpret as interpreter
+from shardopt.hlo.proof import prove
 from shardopt.hlo.proof._interpret import CannotInterpretError, Interpreter, compare, interpret
 from shardopt.hlo.proof._text import full_text
 
@@ -130,3 +131,18 @@ def test_mutants_are_wrong_or_equivalent(mutants):
     assert wrong == {"cut the group", "drop", "double", "another reduction"}
     assert changes.keys() - wrong == {"another order"}
     assert Interpreter(interpreter.parse(SUM)).partitions == 2
+
+
+@pytest.mark.parametrize(("name", "is_right"), [("wrong", False), ("right", True)])
+def test_finds_the_sum_that_libtpu_0_0_48_moved_out_of_a_loop(name, is_right):
+    """openxla/xla 49143 on v5p:2x2x1: with the pass `while-loop-all-reduce-code-motion`, and without it."""
+    text = (ROOT / "tests" / "rooms" / "hlo" / "programs" / f"v5p_xla_49143_{name}.hlo").read_text()
+    draw = np.random.default_rng(0)
+    ids = draw.integers(0, 16, (2, 8, 8)).astype(np.int32)
+    values = draw.normal(size=(2, 8, 8, 4, 8)).astype(np.float32)
+    expected = np.zeros((16, 4, 8), np.float32)
+    np.add.at(expected, ids.ravel(), values.reshape(-1, 4, 8))
+    inputs = ("{devices=[1,4,1]<=[4]}", "{devices=[1,4,1,1,1]<=[4]}")
+    (error,) = compare(text, [ids, values], [expected], ["{replicated}"], input_shardings=inputs)
+    assert (error <= 1e-6) if is_right else (error > 0.5)
+    assert prove(text, inputs=inputs, outputs=["{replicated}"]).verdict != ("wrong" if is_right else "proved")
