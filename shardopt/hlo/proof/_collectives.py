@@ -1,11 +1,10 @@
 """What collectives do to the pieces that devices hold: they are the identity of whole arrays, or they are wrong."""
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
-from shardopt.hlo.proof._lines import Groups, Line
+from shardopt.hlo.proof._lines import Groups
 from shardopt.hlo.proof._value import (
     REDUCTIONS,
     Dim,
@@ -60,7 +59,7 @@ def reduced_over(value: Value, kind: str, groups: Groups, order: int) -> Value:
     if kind != "add":
         varying = [h._replace(kind="own") if h.kind in REDUCTIONS and h.kind != kind else h for h in varying]
     if not varying:
-        if kind != "add" and kind != "multiply" or value.zero:
+        if (kind != "add" and kind != "multiply") or value.zero:
             return value
         if value.constant:  # a count of rows or devices: it is a constant no more, so that no second sum is taken
             return value.changed(constant=False, sums=value.sums | {group_classes(groups)})
@@ -71,8 +70,12 @@ def reduced_over(value: Value, kind: str, groups: Groups, order: int) -> Value:
                 groups,
             )
         if kind == "add" and group_classes(groups) in value.sums:
-            raise Wrong(f"it sums {n} copies of a sum that is complete already: the result is {n} times too large.", groups)
-        raise Unproved(f"it sums {n} copies of a value: right only if the result is used as an average of equal values.")
+            raise Wrong(
+                f"it sums {n} copies of a sum that is complete already: the result is {n} times too large.", groups
+            )
+        raise Unproved(
+            f"it sums {n} copies of a value: right only if the result is used as an average of equal values."
+        )
     for h in varying:
         if h.kind == "own":
             raise Unproved(
@@ -167,8 +170,10 @@ def gathered(value: Value, dim: int, groups: Groups) -> Value:
         return value
     size = value.shape[dim]
     shape = (*value.shape[:dim], size * n, *value.shape[dim + 1 :])
-    if value.parts or value.fill is not None and not value.hidden:
-        return value.changed(shape=shape, dims=_replaced(value.dims, dim, _constant(size * n, devices)), fill=value.fill)
+    if value.parts or (value.fill is not None and not value.hidden):
+        return value.changed(
+            shape=shape, dims=_replaced(value.dims, dim, _constant(size * n, devices)), fill=value.fill
+        )
     new_major, dims, hidden = _gathered_coordinate(value, groups, devices, n)
     factors = list(dims[dim])
     if new_major is not None:
@@ -260,7 +265,9 @@ def _terms(kinds: set[str]) -> str:
 def _check_ascending(at: Positions, step: int, groups: Groups) -> None:
     for row in _per_group(at, groups):
         if (row != row[0] + step * np.arange(len(row))).any():
-            raise Wrong(f"it joins pieces in another order than they have in the array: from {row[:8].tolist()}.", groups)
+            raise Wrong(
+                f"it joins pieces in another order than they have in the array: from {row[:8].tolist()}.", groups
+            )
 
 
 def exchanged(value: Value, dim: int, groups: Groups) -> Value:

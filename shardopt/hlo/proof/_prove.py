@@ -12,7 +12,7 @@ from shardopt.core._errors import format_error
 from shardopt.hlo._hlo_text import parse
 from shardopt.hlo.proof._computations import Result, Walk
 from shardopt.hlo.proof._lines import array_shape, leaves, read_lines
-from shardopt.hlo.proof._proof import Problem, Proof, Unknown
+from shardopt.hlo.proof._proof import Proof, Unknown
 from shardopt.hlo.proof._report import describe
 from shardopt.hlo.proof._shardings import sharded
 from shardopt.hlo.proof._text import full_text
@@ -98,7 +98,9 @@ def prove(
         inputs = [_written_sharding(line.rest, devices) for line in parameters]
     if len(inputs) != len(parameters):
         problem = f"the program has {len(parameters)} parameters, and {len(inputs)} shardings were passed."
-        raise ValueError(format_error("prove", problem, fix="pass one sharding per parameter of the entry computation."))
+        raise ValueError(
+            format_error("prove", problem, fix="pass one sharding per parameter of the entry computation.")
+        )
     arguments = tuple(
         sharded(sharding, array_shape(line.shape), devices) for line, sharding in zip(parameters, inputs, strict=True)
     )
@@ -181,7 +183,9 @@ def _left_over(hidden: Hidden, index: int, root: int, *, declared: bool) -> Faul
         )
         return Fault(False, origin, reason)
     if hidden.kind == "own":
-        return Fault(True, origin, "it uses the term of each device as if it were the whole sum, which is never taken.", groups)
+        return Fault(
+            True, origin, "it uses the term of each device as if it were the whole sum, which is never taken.", groups
+        )
     if hidden.kind == "dim" and hidden.origin < 0:
         reason = (
             f"result {index} is declared to be the same on devices that hold different elements of an argument: right only "
@@ -189,10 +193,14 @@ def _left_over(hidden: Hidden, index: int, root: int, *, declared: bool) -> Faul
         )
         return Fault(False, root, reason)
     if hidden.kind == "dim":
-        return Fault(True, origin, f"result {index} is declared to be the same on devices that hold different elements.", groups)
+        return Fault(
+            True, origin, f"result {index} is declared to be the same on devices that hold different elements.", groups
+        )
     if hidden.kind == "device":
         return Fault(True, origin, f"result {index} depends on the number of the device.", groups)
-    return Fault(True, origin, f"result {index} is a partial {hidden.kind}: the reduction over these devices is missing.", groups)
+    return Fault(
+        True, origin, f"result {index} is a partial {hidden.kind}: the reduction over these devices is missing.", groups
+    )
 
 
 def _groups_of(hidden: Hidden) -> tuple[tuple[int, ...], ...]:

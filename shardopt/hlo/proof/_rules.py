@@ -20,7 +20,6 @@ from shardopt.hlo.proof._value import (
     Wrong,
     added,
     all_multiples,
-    cut,
     determines,
     is_constant_along,
     is_whole,
@@ -469,11 +468,43 @@ def _check_heads(value: Value, other: Value, common: Sequence[int]) -> None:
                     raise Unproved(AMBIGUOUS)
 
 
-_ELEMENTWISE = (
-    "exponential exponential-minus-one log log-plus-one tanh logistic sqrt rsqrt cbrt power sine cosine tan abs sign "
-    "floor ceil round-nearest-even round-nearest-afz is-finite not xor compare atan2 remainder shift-left "
-    "shift-right-logical shift-right-arithmetic popcnt clz erf clamp mulhi stochastic-convert bitcast-convert"
-).split()
+_ELEMENTWISE = [
+    "exponential",
+    "exponential-minus-one",
+    "log",
+    "log-plus-one",
+    "tanh",
+    "logistic",
+    "sqrt",
+    "rsqrt",
+    "cbrt",
+    "power",
+    "sine",
+    "cosine",
+    "tan",
+    "abs",
+    "sign",
+    "floor",
+    "ceil",
+    "round-nearest-even",
+    "round-nearest-afz",
+    "is-finite",
+    "not",
+    "xor",
+    "compare",
+    "atan2",
+    "remainder",
+    "shift-left",
+    "shift-right-logical",
+    "shift-right-arithmetic",
+    "popcnt",
+    "clz",
+    "erf",
+    "clamp",
+    "mulhi",
+    "stochastic-convert",
+    "bitcast-convert",
+]
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE, _nonlinear),
     **dict.fromkeys(["add", "subtract", "complex"], _linear),

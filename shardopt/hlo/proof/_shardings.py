@@ -48,7 +48,7 @@ def _tiles(sharding: Sharding | str, ndim: int, devices: int) -> tuple[tuple[int
             return (1,) * ndim, np.arange(devices)
         sharding = str(sharding._to_xla_hlo_sharding(ndim))  # pyright: ignore
     text = sharding.strip()
-    if "replicated}" in text and "devices" not in text or "maximal" in text and devices == 1:
+    if ("replicated}" in text and "devices" not in text) or ("maximal" in text and devices == 1):
         return (1,) * ndim, np.arange(devices)
     match = _TILED.search(text)
     if not match:
