@@ -19,6 +19,7 @@ from shardopt.hlo.proof._text import full_text
 from shardopt.hlo.proof._value import (
     Fault,
     Hidden,
+    INPUT,
     Unproved,
     Value,
     Wrong,
@@ -186,7 +187,7 @@ def _left_over(hidden: Hidden, index: int, root: int, *, declared: bool) -> Faul
         return Fault(
             True, origin, "it uses the term of each device as if it were the whole sum, which is never taken.", groups
         )
-    if hidden.kind == "dim" and hidden.origin < 0:
+    if hidden.kind == "dim" and hidden.origin == INPUT:
         reason = (
             f"result {index} is declared to be the same on devices that hold different elements of an argument: right only "
             "if these elements are equal."
