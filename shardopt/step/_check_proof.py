@@ -19,7 +19,9 @@ def check_proof(config: StrategyConfig, compiled: Compiled) -> None:
     if proof.verdict == "wrong":
         fix = "report the instructions to XLA, and disable the pass that made them (compiler_options=); or leave out verify."
         lines = str(proof.problem).splitlines()
-        raise RuntimeError(f"{format_error(config.strategy, 'XLA compiled a wrong program.', lines[:1], fix)}\n" + "\n".join(lines[1:]))
+        raise RuntimeError(
+            f"{format_error(config.strategy, 'XLA compiled a wrong program.', lines[:1], fix)}\n" + "\n".join(lines[1:])
+        )
     if proof.verdict == "unknown":
         problem = f"verify proves all but {len(proof.unknown)} of {proof.num_instructions:,} instructions of a program."
         fix = "read what so.audit(opt.step, state, batch).prove() lists, or leave out verify."

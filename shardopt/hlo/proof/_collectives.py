@@ -7,6 +7,7 @@ import numpy as np
 from shardopt.hlo.proof._lines import Groups
 from shardopt.hlo.proof._value import (
     REDUCTIONS,
+    SCATTERED,
     Dim,
     Factor,
     Hidden,
@@ -19,9 +20,9 @@ from shardopt.hlo.proof._value import (
     normal,
     partition,
     scaled,
+    varies,
     whole,
     with_element,
-    varies,
     zeros,
 )
 
@@ -60,11 +61,15 @@ def reduced_over(value: Value, kind: str, groups: Groups, order: int) -> Value:
     if kind != "add":
         varying = [h._replace(kind="own") if h.kind in REDUCTIONS and h.kind != kind else h for h in varying]
         if any(h.kind == "dim" for h in varying):
-            raise Unproved(f"it takes the {kind} over a dim of which each device holds one element, where a sum may be meant.")
+            raise Unproved(
+                f"it takes the {kind} over a dim of which each device holds one element, where a sum may be meant."
+            )
     if not varying:
         if (kind != "add" and kind != "multiply") or value.zero:
             return value
-        if value.constant:  # a count of rows or devices: it is a constant no more, so that no second sum is taken
+        if (
+            value.constant and kind == "add"
+        ):  # a count of rows or devices: it is a constant no more, so that no second sum is taken
             return value.changed(constant=False, sums=value.sums | {group_classes(groups)})
         if any(h.kind == kind for h in remaining):
             raise Wrong(
@@ -164,10 +169,6 @@ def block(value: Value, dim: int, at: Positions, n: int) -> Value:
     return value.changed(shape=shape, dims=dims, hidden=hidden, fill=value.fill)
 
 
-SCATTERED = -2
-"""The origin of dims of which a collective leaves one element on each device."""
-
-
 def gathered(value: Value, dim: int, groups: Groups) -> Value:
     """Return the result of an all-gather along a dim: the pieces of each group, in its order."""
     devices = sum(len(group) for group in groups)
@@ -192,7 +193,9 @@ def gathered(value: Value, dim: int, groups: Groups) -> Value:
             factors = [Factor(n, factor.size // factor.local, scaled(_first(factor.at, groups), 1, factor.local))]
             dims = _replaced(dims, moved, _without_piece(dims[moved], factor, devices))
         elif moved >= 0:
-            raise Unproved("it joins pieces of one dim along another: whether they are put in order later is not followed.")
+            raise Unproved(
+                "it joins pieces of one dim along another: whether they are put in order later is not followed."
+            )
         else:
             factors = [Factor(n, factor.size, _first(factor.at, groups)), *factors]
     else:
@@ -240,7 +243,9 @@ def _gathered_coordinate(
         (h,) = hidden
         _check_ascending(h.at, 1, groups)
         if h.minor != minor and math.prod(value.shape) != 1:
-            raise Unproved("it joins elements of a dim of which each device holds one; whether along that dim is unknown.")
+            raise Unproved(
+                "it joins elements of a dim of which each device holds one; whether along that dim is unknown."
+            )
         return (-1, Factor(1, h.count, h.at)), value.dims, remaining
     if len(hidden) > 1 and not factors and all(h.kind == "dim" for h in hidden):
         counts = sorted(hidden, key=lambda h: -_period(h.at, groups))

@@ -110,8 +110,8 @@ def dynamic_update_slice(line: Line, values: Sequence[Value], devices: int) -> V
             same.append((dim, dim))
             continue
         start = _starts(index, devices)
-        by_device = start is not None and (start != start[0]).any()
-        if not by_device or not (base.zero and _covers(start, size, base.shape[dim])):
+        by_device = start is not None and bool((start != start[0]).any())
+        if start is None or not by_device or not (base.zero and _covers(start, size, base.shape[dim])):
             index_hidden += used(index.hidden, line.order)
             if not (is_whole(base.dims[dim]) and is_whole(update.dims[dim])):
                 dims[dim] = _updated_piece(base, update, dim, devices)

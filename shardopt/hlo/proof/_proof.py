@@ -80,4 +80,6 @@ class Proof(NamedTuple):
         shown = [f"  {unknown}" for unknown in self.unknown[:MAX_SHOWN]]
         more = len(self.unknown) - MAX_SHOWN
         lines = [*shown, *([f"  and {more} more"] if more > 0 else [])]
-        return "\n".join([f"unknown: no rule covers {len(self.unknown)} of {self.num_instructions:,} instructions.", *lines])
+        return "\n".join(
+            [f"unknown: no rule covers {len(self.unknown)} of {self.num_instructions:,} instructions.", *lines]
+        )

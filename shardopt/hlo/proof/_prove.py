@@ -17,9 +17,9 @@ from shardopt.hlo.proof._report import describe
 from shardopt.hlo.proof._shardings import sharded
 from shardopt.hlo.proof._text import full_text
 from shardopt.hlo.proof._value import (
+    INPUT,
     Fault,
     Hidden,
-    INPUT,
     Unproved,
     Value,
     Wrong,

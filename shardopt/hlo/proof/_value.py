@@ -64,7 +64,7 @@ class Hidden(NamedTuple):
 
     kind: str
     at: Positions
-    count: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]
     origin: int
     minor: int = -1
 
@@ -165,6 +165,8 @@ class Unproved(Exception):
 REDUCTIONS = ("add", "maximum", "minimum", "and", "or", "multiply")
 INPUT = -1
 """The origin of dims of which the program gets one element on each device."""
+SCATTERED = -2
+"""The origin of dims of which a collective leaves one element on each device."""
 _RANK = {"own": 4, **dict.fromkeys(REDUCTIONS, 3), "device": 2, "dim": 1}
 
 
@@ -376,7 +378,7 @@ def _revealed(value: Value, dim: int, factor: Factor, other: Factor) -> Value | 
     at, count = scaled(other.at, 1, other.local), other.size // other.local
     for hidden in value.hidden:
         same = hidden.kind == "dim" and hidden.at is at and hidden.count == count
-        if same and hidden.origin == INPUT:  # the rows of a batch are not the rows of a weight
+        if same and hidden.origin != SCATTERED:  # the rows of a batch are not the rows of a weight
             raise Unproved("each device holds one element of a dim, which may or may not be the major part of another.")
         # numbers that each device made for its own rows, such as random ones, are rows of a whole array
         if same or (hidden.kind == "device" and determines([other.at], hidden.at)):
