@@ -65,11 +65,11 @@ def reduced_over(value: Value, kind: str, groups: Groups, order: int) -> Value:
                 f"it takes the {kind} over a dim of which each device holds one element, where a sum may be meant."
             )
     if not varying:
-        if (kind != "add" and kind != "multiply") or value.zero:
+        if value.zero or (kind not in ("add", "multiply") and not value.constant):
             return value
-        if (
-            value.constant and kind == "add"
-        ):  # a count of rows or devices: it is a constant no more, so that no second sum is taken
+        if kind != "add":
+            raise Unproved(f"it takes the {kind} of copies, where a sum may be meant.")
+        if value.constant:  # a count of rows or devices: it is a constant no more, so that no second sum is taken
             return value.changed(constant=False, sums=value.sums | {group_classes(groups)})
         if any(h.kind == kind for h in remaining):
             raise Wrong(

@@ -94,7 +94,9 @@ def prove(
     replicas, partitions = (_count(module.header, name) for name in ("replica_count", "num_partitions"))
     devices = replicas * partitions
     entry = computations[module.entry]
-    parameters = sorted((line for line in entry if line.opcode == "parameter"), key=lambda l: int(l.rest.split(")")[0]))
+    parameters = sorted(
+        (line for line in entry if line.opcode == "parameter"), key=lambda line: int(line.rest.split(")")[0])
+    )
     if inputs is None or (len(inputs) != len(parameters) and not isinstance(program, str)):
         inputs = [_written_sharding(line.rest, devices) for line in parameters]
     if len(inputs) != len(parameters):

@@ -425,7 +425,7 @@ def reduce(line: Line, value: Value, initial: Value, kind: str) -> Value:
 
 def _reduce_window(line: Line, values: Sequence[Value], devices: int) -> Value:
     """Return the rule of cumulative sums and pooling: a dim with a window must be whole."""
-    value, initial = values
+    value, _ = values
     window = dict(re.findall(r"(\w+)=(\S+)", line.attributes["window"].strip("{}")))
     dims = list(value.dims)
     for dim, size in enumerate(window["size"].split("x")):

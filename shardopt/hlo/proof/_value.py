@@ -7,7 +7,7 @@ one element, or a choice by the number of the device.
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ class Positions:
     """One whole number per device. Equal vectors are one object, so that they compare and hash fast."""
 
     __slots__ = ("array",)
-    _known: "dict[bytes, Positions]" = {}
+    _known: ClassVar[dict[bytes, "Positions"]] = {}
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -89,7 +89,7 @@ class Data:
     """Known numbers, `[1 or devices, *shape]`. Equal ones are one object."""
 
     __slots__ = ("array",)
-    _known: "dict[tuple[bytes, str, tuple[int, ...]], Data]" = {}
+    _known: ClassVar[dict[tuple[bytes, str, tuple[int, ...]], "Data"]] = {}
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -146,7 +146,7 @@ class Value(NamedTuple):
         return self._replace(**{"data": None, "fill": None, "note": None, **fields})  # type: ignore[arg-type]
 
 
-class Wrong(Exception):
+class Wrong(Exception):  # noqa: N818
     """An instruction is wrong."""
 
     def __init__(self, reason: str, groups: tuple[tuple[int, ...], ...] = ()) -> None:
@@ -154,7 +154,7 @@ class Wrong(Exception):
         self.reason, self.groups = reason, groups
 
 
-class Unproved(Exception):
+class Unproved(Exception):  # noqa: N818
     """No rule says what an instruction computes."""
 
     def __init__(self, reason: str) -> None:
@@ -320,7 +320,7 @@ def aligned(first: Dim, second: Dim) -> list[tuple[Factor, Factor]]:
     return pairs
 
 
-class _Mismatch(Exception):
+class _MismatchError(Exception):
     def __init__(self, left: Factor, right: Factor) -> None:
         super().__init__()
         self.factors = left, right
@@ -340,7 +340,7 @@ def unified(first: Dim, second: Dim) -> Dim:
         elif -1 in (a.size, b.size) and a.at is b.at:
             factors.append(a if b.size == -1 else b)
         else:
-            raise _Mismatch(a, b)
+            raise _MismatchError(a, b)
     return normal(tuple(factors))
 
 
@@ -354,7 +354,7 @@ def unify(first: Value, second: Value, dims: Iterable[tuple[int, int]]) -> tuple
         while True:
             try:
                 common[i] = unified(first.dims[i], second.dims[j])
-            except _Mismatch as mismatch:
+            except _MismatchError as mismatch:
                 a, b = mismatch.factors
                 if (revealed := _revealed(first, i, a, b)) is not None:
                     first = revealed

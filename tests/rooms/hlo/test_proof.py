@@ -69,7 +69,12 @@ def test_right_programs_are_proved():
     ("before", "after", "instruction", "missing"),
     [
         ("multiply(%s, %s)", "multiply(%g, %g)", "q", "never taken"),
-        ("subtract(%w, %q)", "add(%g, %g)", "g", "result 0 is a partial add: the reduction over these devices is missing."),
+        (
+            "subtract(%w, %q)",
+            "add(%g, %g)",
+            "g",
+            "result 0 is a partial add: the reduction over these devices is missing.",
+        ),
         ("{{0,1,2,3}}", "{{0,1},{2,3}}", "q", "never taken"),
         ("multiply(%s, %s)", "add(%s, %d)", "d", "it sums 4 copies of a sum that is complete already"),
     ],
@@ -114,7 +119,9 @@ def test_what_no_rule_covers_is_unknown_and_names_the_instruction():
 
 
 def test_a_wrong_number_of_shardings_is_refused():
-    with pytest.raises(ValueError, match=r"^prove: the program has 1 results, and none shardings were passed\.\nFix: pass outputs="):
+    with pytest.raises(
+        ValueError, match=r"^prove: the program has 1 results, and none shardings were passed\.\nFix: pass outputs="
+    ):
         prove(HEADER + GRADIENT)
 
 
@@ -142,10 +149,14 @@ def test_the_step_of_every_strategy_is_proved(name):
     step, state = step_of(name)
     proof = so.audit(step, state, BATCH).prove()
     assert (proof.verdict, proof.unknown) == ("proved", ())
-    assert str(proof) == f"proved: all results of {proof.num_instructions:,} instructions have their declared shardings."
+    assert (
+        str(proof) == f"proved: all results of {proof.num_instructions:,} instructions have their declared shardings."
+    )
 
 
-WRONG = Proof("wrong", Problem("g", "dot", "model.py:7", ("data",), ((0, 1),), "a sum is missing.", "main:\n> g"), (), 3)
+WRONG = Proof(
+    "wrong", Problem("g", "dot", "model.py:7", ("data",), ((0, 1),), "a sum is missing.", "main:\n> g"), (), 3
+)
 
 
 @pytest.fixture
