@@ -229,8 +229,9 @@ def audit(options: AuditOptions) -> None:
         lines = [str(report), "", str(report.audit)]
         if options.prove:
             proof = report.proof
-            json_report |= {"proof": {"verdict": proof.verdict, "unknown": [u._asdict() for u in proof.unknown]}}
-            json_report["proof"] |= {"problem": proof.problem and proof.problem._asdict()}
+            problem = proof.problem and proof.problem._asdict()
+            unknown = [instruction._asdict() for instruction in proof.unknown]
+            json_report |= {"proof": {"verdict": proof.verdict, "problem": problem, "unknown": unknown}}
             lines += ["", str(proof)]
     if options.png is not None and step is not None:
         so.planning.plot_timeline(step, path=options.png)

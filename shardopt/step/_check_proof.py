@@ -9,17 +9,21 @@ from shardopt.core._errors import format_error
 from shardopt.hlo.proof import prove
 
 
+class WrongProgramError(RuntimeError):
+    """A compiled program is proved to be wrong."""
+
+
 def check_proof(config: StrategyConfig, compiled: Compiled) -> None:
     """Raise an error if a compiled program is wrong; warn if no rule covers some of its instructions.
 
     Raises:
-      RuntimeError: if the program is wrong.
+      WrongProgramError: if the program is wrong.
     """
     proof = prove(compiled, mesh=config.mesh)
     if proof.verdict == "wrong":
         fix = "report the instructions to XLA, and disable the pass that made them (compiler_options=); or leave out verify."
         lines = str(proof.problem).splitlines()
-        raise RuntimeError(
+        raise WrongProgramError(
             f"{format_error(config.strategy, 'XLA compiled a wrong program.', lines[:1], fix)}\n" + "\n".join(lines[1:])
         )
     if proof.verdict == "unknown":

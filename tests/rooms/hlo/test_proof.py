@@ -55,6 +55,13 @@ def proof_of(text: str, output: str = COPIES) -> Proof:
     return prove(HEADER + text, outputs=[output], mesh={"data": 2, "tensor": 2})
 
 
+def problem_of(text: str, output: str = COPIES) -> Problem:
+    proof = proof_of(text, output)
+    assert proof.verdict == "wrong"
+    assert proof.problem is not None
+    return proof.problem
+
+
 def changed(text: str, before: str, after: str) -> str:
     assert before in text
     return text.replace(before, after)
@@ -84,15 +91,14 @@ def test_a_missing_cut_or_doubled_reduction_is_found(before, after, instruction,
     if "%d" in after:
         line = next(line for line in GRADIENT.splitlines() if "all-reduce" in line)
         text = changed(text, line, line + "\n" + line.replace("%s =", "%d =").replace("(%g)", "(%s)"))
-    proof = proof_of(text)
-    assert proof.verdict == "wrong"
-    assert (proof.problem.instruction, missing in proof.problem.missing) == (instruction, True)
-    assert f"> {instruction} = " in proof.problem.hlo
-    assert len(proof.problem.hlo.splitlines()) < 60
+    problem = problem_of(text)
+    assert (problem.instruction, missing in problem.missing) == (instruction, True)
+    assert f"> {instruction} = " in problem.hlo
+    assert len(problem.hlo.splitlines()) < 60
 
 
 def test_the_report_names_the_axes_of_a_reduction_that_is_half_done():
-    problem = proof_of(changed(GRADIENT, "{{0,1,2,3}}", "{{0,1},{2,3}}")).problem
+    problem = problem_of(changed(GRADIENT, "{{0,1,2,3}}", "{{0,1},{2,3}}"))
     assert (problem.axes, problem.groups) == (("data",), ((0, 2), (1, 3)))
 
 
@@ -104,8 +110,7 @@ def test_the_report_names_the_axes_of_a_reduction_that_is_half_done():
     ],
 )
 def test_a_slice_of_another_device_or_another_order_is_found(before, after, instruction):
-    proof = proof_of(changed(SHARDS, before, after), ROWS)
-    assert (proof.verdict, proof.problem.instruction) == ("wrong", instruction)
+    assert problem_of(changed(SHARDS, before, after), ROWS).instruction == instruction
 
 
 def test_a_result_with_another_sharding_is_found():
