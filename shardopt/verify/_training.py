@@ -183,7 +183,7 @@ def _sync(training: Training) -> dict[str, Any]:
 
 def _train(training: Training, problem: Problem, mesh: Mesh) -> tuple[PyTree, list[float]]:
     """Return the trained parameters and the losses; local methods report the losses of this process, which are left out."""
-    tx, options = OPTIMIZERS[training.optimizer](), {**problem.options, **training.options}
+    tx, options = OPTIMIZERS[training.optimizer](), {**problem.options, **training.options, "verify": True}
     combinator = {"diloco": diloco, "local_sgd": local_sgd}.get(training.strategy)
     opt = _STRATEGIES["fsdp" if combinator else training.strategy](tx, mesh, problem.loss_fn, **options)
     opt = combinator(opt, sync_every=2) if combinator else opt

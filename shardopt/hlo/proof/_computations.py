@@ -12,7 +12,7 @@ from shardopt.hlo.proof._convolution import convolution
 from shardopt.hlo.proof._lines import Groups, Line, array_shape, leaves
 from shardopt.hlo.proof._lookup import noted
 from shardopt.hlo.proof._numbers import iota, known, literal
-from shardopt.hlo.proof._parts import along
+from shardopt.hlo.proof._parts import BY_ELEMENT, along
 from shardopt.hlo.proof._value import (
     Fault,
     Hidden,
@@ -42,6 +42,13 @@ _UNNOTED = (
     "opt-barrier",
     "call",
 )
+_IN_ORDER = (
+    *BY_ELEMENT,
+    *_UNNOTED,
+    *("reshape", "bitcast", "copy-start", "copy-done", "parameter", "async-done", "async-update"),
+    *("reduce-scatter", "reduce-scatter-start", "all-reduce", "all-reduce-start", "broadcast", "collective-permute"),
+)
+"""These keep the elements of an array in their order."""
 _THROUGH = ("async-done", "async-update", "copy-done", *(f"{kind}-done" for kind in COLLECTIVES))
 
 
@@ -86,6 +93,8 @@ class Walk:
         """Return the result of one instruction; a fault, if it is wrong or no rule covers it."""
         try:
             result = self._line(line, operands, shapes)
+            if isinstance(result, Value) and line.opcode not in _IN_ORDER:
+                result = _reordered(result)
             if isinstance(result, Value) and line.opcode not in _UNNOTED:
                 return noted(line, [o for o in operands if isinstance(o, Value)], result, self.devices)
             return result
@@ -344,6 +353,13 @@ _IDENTITIES = (
     "LayoutConstraint",
     "AssumeGatherIndicesInBound",
 )
+
+
+def _reordered(value: Value) -> Value:
+    """Return a value of whose hidden dims the place in the array is unknown."""
+    if all(h.minor < 0 for h in value.hidden):
+        return value
+    return value._replace(hidden=tuple(h._replace(minor=-1) for h in value.hidden))
 
 
 def faulty(shape: str, faults: frozenset[Fault]) -> Result:

@@ -29,6 +29,7 @@ from shardopt.hlo.proof._value import (
     used,
     varies,
     whole,
+    with_element,
 )
 
 
@@ -55,12 +56,15 @@ def dynamic_slice(line: Line, values: Sequence[Value], devices: int) -> Value:
                 raise Unproved("it slices a dim that is made of several pieces.")
             dims[dim] = _sliced(dims[dim], local, size, first, 1)
             if size == 1:
-                hidden += [Hidden("dim", f.at, f.size, line.order) for f in dims[dim] if f.size > 1 and varies(f.at)]
+                for f in dims[dim]:
+                    if f.size > 1 and varies(f.at):
+                        hidden = list(with_element(tuple(hidden), Hidden("dim", f.at, f.size, line.order)))
                 dims[dim] = ()
             continue
         start = np.clip(start, 0, local - size)
         dims[dim], new = _own_block(dims[dim], local, size, start, line.order)
-        hidden += new
+        for element in new:
+            hidden = list(with_element(tuple(hidden), element))
     result, remaining = _elements_to_hidden(dims, merged_hidden([tuple(hidden)]), devices)
     return Value(line.dims, result, remaining, fill=value.fill)
 

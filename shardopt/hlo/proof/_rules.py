@@ -35,6 +35,7 @@ from shardopt.hlo.proof._value import (
     used,
     varies,
     whole,
+    with_element,
     without_known_devices,
 )
 
@@ -203,7 +204,9 @@ def _broadcast(line: Line, values: Sequence[Value], devices: int) -> Value:
     for source, target in enumerate(mapping):
         if value.shape[source] == line.dims[target]:
             dims[target] = value.dims[source]
-    return Value(line.dims, tuple(dims), value.hidden, fill=value.fill)
+    added_elements = math.prod(line.dims) != math.prod(value.shape)
+    hidden = tuple(h._replace(minor=-1) for h in value.hidden) if added_elements else value.hidden
+    return Value(line.dims, tuple(dims), hidden, fill=value.fill)
 
 
 def _reshape(line: Line, values: Sequence[Value], devices: int) -> Value:
@@ -238,9 +241,12 @@ def _transpose(line: Line, values: Sequence[Value], devices: int) -> Value:
 
 def transposed(value: Value, permutation: tuple[int, ...]) -> Value:
     """Return a value with its dims permuted."""
+    moved = [dim for dim in permutation if value.shape[dim] != 1]
+    same = moved == sorted(moved)
     return value._replace(
         shape=tuple(value.shape[dim] for dim in permutation),
         dims=tuple(value.dims[dim] for dim in permutation),
+        hidden=value.hidden if same else tuple(h._replace(minor=-1) for h in value.hidden),
         data=None,
     )
 
@@ -287,14 +293,18 @@ def _elements_to_hidden(
     dims: Sequence[Dim], hidden: tuple[Hidden, ...], devices: int
 ) -> tuple[tuple[Dim, ...], tuple[Hidden, ...]]:
     """Make factors with one element hidden."""
-    found = list(hidden)
+    found = hidden
     remaining = []
     for dim in dims:
         for factor in dim:
             if factor.local == 1 and factor.size > 1 and varies(factor.at):
-                found.append(Hidden("dim", factor.at, factor.size, -1))
+                found = with_element(found, Hidden("dim", factor.at, factor.size, SLICED))
         remaining.append(normal(tuple(factor for factor in dim if factor.local != 1)))
-    return tuple(remaining), merged_hidden([tuple(found)])
+    return tuple(remaining), merged_hidden([found])
+
+
+SLICED = -3
+"""The origin of dims of which a slice leaves one element on each device."""
 
 
 def _pad(line: Line, values: Sequence[Value], devices: int) -> Value:

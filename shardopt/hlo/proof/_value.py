@@ -59,12 +59,14 @@ class Hidden(NamedTuple):
       at: the coordinate of each device.
       count: the number of coordinates that there are.
       origin: the index of the instruction that made it.
+      minor: for a dim, the number of elements of its array that are to its right; -1 if unknown.
     """
 
     kind: str
     at: Positions
     count: int
     origin: int
+    minor: int = -1
 
 
 class Fault(NamedTuple):
@@ -161,6 +163,8 @@ class Unproved(Exception):
 
 
 REDUCTIONS = ("add", "maximum", "minimum", "and", "or", "multiply")
+INPUT = -1
+"""The origin of dims of which the program gets one element on each device."""
 _RANK = {"own": 4, **dict.fromkeys(REDUCTIONS, 3), "device": 2, "dim": 1}
 
 
@@ -364,7 +368,7 @@ def unify(first: Value, second: Value, dims: Iterable[tuple[int, int]]) -> tuple
 
 
 def _revealed(value: Value, dim: int, factor: Factor, other: Factor) -> Value | None:
-    """Return the value with a hidden dim as the major part of a whole dim, if that is the piece `other`."""
+    """Return the value with a whole dim as the piece `other`, if it depends on the device as that piece does."""
     if factor.size != factor.local or other.size <= other.local or len(value.dims[dim]) != 1:
         return None
     if other.size % other.local or not all_multiples(other.at, other.local):
@@ -372,6 +376,8 @@ def _revealed(value: Value, dim: int, factor: Factor, other: Factor) -> Value | 
     at, count = scaled(other.at, 1, other.local), other.size // other.local
     for hidden in value.hidden:
         same = hidden.kind == "dim" and hidden.at is at and hidden.count == count
+        if same and hidden.origin == INPUT:  # the rows of a batch are not the rows of a weight
+            raise Unproved("each device holds one element of a dim, which may or may not be the major part of another.")
         # numbers that each device made for its own rows, such as random ones, are rows of a whole array
         if same or (hidden.kind == "device" and determines([other.at], hidden.at)):
             remaining = tuple(h for h in value.hidden if h is not hidden)
@@ -386,6 +392,13 @@ def _piece(factor: Factor) -> str:
     starts = factor.at.array[:8].tolist()
     more = ", ..." if len(factor.at.array) > 8 else ""
     return f"{factor.local} of {factor.size if factor.size > 0 else 'all'} elements from {starts}{more}"
+
+
+def with_element(hidden: tuple[Hidden, ...], element: Hidden) -> tuple[Hidden, ...]:
+    """Return the coordinates with a dim of which each device now takes one element."""
+    if any(partition(h.at) is partition(element.at) and h.kind != "device" for h in hidden):
+        raise Unproved("each device takes its own element of a value that differs between the same devices already.")
+    return merged_hidden([(*hidden, element)])
 
 
 def merged_hidden(values: Iterable[tuple[Hidden, ...]]) -> tuple[Hidden, ...]:
