@@ -364,7 +364,7 @@ def _dot(line: Line) -> Operation:
 
 def _convolution(line: Line) -> Operation:
     lhs_labels, kernel_labels, out_labels = re.split("_|->", line.attributes["dim_labels"])
-    spatial = [label for label in lhs_labels if label.isdigit()]
+    spatial = sorted(label for label in lhs_labels if label.isdigit())
     window = dict(part.split("=") for part in line.attributes.get("window", "{}").strip("{}").split())
 
     def of_window(key: str, default: str) -> list[str]:
