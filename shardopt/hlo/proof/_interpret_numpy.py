@@ -81,6 +81,12 @@ def _erf(a: np.ndarray) -> np.ndarray:
     return erf(a.astype(np.float64)).astype(a.dtype)
 
 
+def _high_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    if a.dtype != np.uint32:
+        raise ValueError(f"the high half of products of {a.dtype} is not computed")
+    return (a.astype(np.uint64) * b.astype(np.uint64) >> np.uint64(32)).astype(a.dtype)
+
+
 UNARY: dict[str, Operation] = {
     "abs": np.abs,
     "negate": np.negative,
@@ -120,6 +126,7 @@ BINARY: dict[str, Operation] = {
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
     "atan2": np.arctan2,
+    "mulhi": _high_product,
     "shift-left": lambda a, b: _shift(a, b, np.left_shift, signed=False, fill=_zero),
     "shift-right-logical": lambda a, b: _shift(a, b, np.right_shift, signed=False, fill=_zero),
     "shift-right-arithmetic": lambda a, b: _shift(a, b, np.right_shift, signed=True, fill=_sign_bits),
@@ -357,7 +364,7 @@ def _dot(line: Line) -> Operation:
 
 def _convolution(line: Line) -> Operation:
     lhs_labels, kernel_labels, out_labels = re.split("_|->", line.attributes["dim_labels"])
-    spatial = [label for label in lhs_labels if label.isdigit()]
+    spatial = sorted(label for label in lhs_labels if label.isdigit())
     window = dict(part.split("=") for part in line.attributes.get("window", "{}").strip("{}").split())
 
     def of_window(key: str, default: str) -> list[str]:
@@ -619,5 +626,6 @@ _SHAPED: dict[str, Callable[[Line], Operation]] = {
     "reshape": _reshape,
     "reverse": _reverse,
     "slice": _slice,
+    "slice-start": _slice,
     "transpose": _transpose,
 }

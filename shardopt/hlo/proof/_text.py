@@ -10,6 +10,9 @@ def full_text(compiled: Compiled) -> str:
 
     `Compiled.as_text` leaves out the numbers of constants that have more than ten, such as the table of a schedule.
     """
+    text = compiled.as_text() or ""
+    if "constant({...})" not in text:
+        return text
     from jaxlib import _hlo  # type: ignore[attr-defined]  # jax has no public name for it
 
     executable: Any = compiled.runtime_executable()
