@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 from shardopt.hlo.proof._interpret_shards import Shape, from_memory, numbers, read_shape, to_memory
@@ -145,7 +145,7 @@ UFUNCS |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 
 def reduce_rows(ufunc: Any, value: np.ndarray, axis: int | tuple[int, ...]) -> np.ndarray:
     """Reduce axes, sums of short floats in fp32."""
-    if value.dtype == ml_dtypes.bfloat16 or value.dtype == np.float16:
+    if value.dtype == jnp.dtype("bfloat16").type or value.dtype == np.float16:
         return ufunc.reduce(value.astype(np.float32), axis=axis).astype(value.dtype)
     return ufunc.reduce(value, axis=axis, dtype=value.dtype)
 
@@ -207,7 +207,12 @@ def _convert(value: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 def _reduce_precision(line: Line) -> Operation:
     widths = (int(line.attributes["exponent_bits"]), int(line.attributes["mantissa_bits"]))
-    types = {(8, 7): ml_dtypes.bfloat16, (5, 10): np.float16, (8, 23): np.float32, (5, 2): ml_dtypes.float8_e5m2}
+    types = {
+        (8, 7): jnp.dtype("bfloat16").type,
+        (5, 10): np.float16,
+        (8, 23): np.float32,
+        (5, 2): jnp.dtype("float8_e5m2").type,
+    }
     if widths not in types:
         raise ValueError(f"floats of {widths[0]} and {widths[1]} bits have no type in numpy")
     return lambda value: value.astype(types[widths]).astype(value.dtype)

@@ -5,20 +5,20 @@ import re
 from functools import cache
 from typing import NamedTuple
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 from shardopt.hlo._collective import read_groups
 
-_NUMPY = {"pred": np.bool_, "f16": np.float16, "f32": np.float32, "f64": np.float64, "bf16": ml_dtypes.bfloat16}
+_NUMPY = {"pred": np.bool_, "f16": np.float16, "f32": np.float32, "f64": np.float64, "bf16": jnp.dtype("bfloat16").type}
 _NUMPY |= {
     f"{kind}{bits}": np.dtype(f"{name}{bits}")
     for kind, name in (("s", "int"), ("u", "uint"))
     for bits in (8, 16, 32, 64)
 }
-_NUMPY |= {"s4": ml_dtypes.int4, "u4": ml_dtypes.uint4, "c64": np.complex64, "c128": np.complex128}
+_NUMPY |= {"s4": jnp.dtype("int4").type, "u4": jnp.dtype("uint4").type, "c64": np.complex64, "c128": np.complex128}
 _NUMPY |= {
-    name: getattr(ml_dtypes, f"float8_{name[2:]}")
+    name: jnp.dtype(f"float8_{name[2:]}").type
     for name in ("f8e4m3fn", "f8e5m2", "f8e4m3b11fnuz", "f8e4m3", "f8e3m4", "f8e8m0fnu")
 }
 _ARRAY = re.compile(
