@@ -41,7 +41,7 @@ def exit_of(capsys, *words):
 def test_help_lists_the_commands_that_exist_and_no_others(capsys):
     code, text = exit_of(capsys, "--help")
     assert code == 0
-    assert "usage: shardopt [-h] {train,launch,vault,plan,audit,schedule,doctor,verify}" in text
+    assert "usage: shardopt [-h] {train,tune,launch,vault,plan,audit,schedule,doctor,verify}" in text
 
 
 def test_help_of_train_names_every_option_with_its_default(capsys):
