@@ -76,7 +76,9 @@ def of_platform(corpus: list[Program], count: int, seed: int) -> dict[str, Any]:
     }
 
 
-def with_mutants(program: Program, count: int, seed: int, kinds: dict[str, Counter[str]], result: dict[str, Any]) -> None:
+def with_mutants(
+    program: Program, count: int, seed: int, kinds: dict[str, Counter[str]], result: dict[str, Any]
+) -> None:
     """Add the verdicts on mutants of a program to the counts of their kinds."""
     try:
         judge = Judge(program.text, program.inputs)
@@ -91,7 +93,9 @@ def with_mutants(program: Program, count: int, seed: int, kinds: dict[str, Count
         verdict, _ = verdict_of(program, mutant.text)
         kinds[mutant.kind][verdict] += 1
         if verdict == "proved":
-            result["missed"].append(f"{program.name}: {mutant.kind}, {mutant.instruction}, change {change:.1e}, seed {seed}")
+            result["missed"].append(
+                f"{program.name}: {mutant.kind}, {mutant.instruction}, change {change:.1e}, seed {seed}"
+            )
 
 
 def verdict_of(program: Program, text: str) -> tuple[str, Proof | None]:
@@ -117,13 +121,20 @@ def reason_of(proof: Proof | None) -> str:
 def summary(result: dict[str, Any]) -> str:
     """Return the counts as text, with the mutants as docs/notes/compiled_proof.md has them."""
     share = result["unknown_instructions"] / max(result["instructions"], 1)
-    lines = [f"{result['programs']} in {result['seconds']} s of CPU; {share:.2%} of {result['instructions']} instructions unknown"]
+    lines = [
+        f"{result['programs']} in {result['seconds']} s of CPU; {share:.2%} of {result['instructions']} instructions unknown"
+    ]
     lines += ["  " + line for line in result["not_proved"][:SHOWN]]
     if result["mutants"]:
         columns = ("wrong", "unknown", "errors", "proved", "equivalent")
-        lines += ["| mutation | found wrong | unknown | errors | missed | equivalent |", "|---|---:|---:|---:|---:|---:|"]
+        lines += [
+            "| mutation | found wrong | unknown | errors | missed | equivalent |",
+            "|---|---:|---:|---:|---:|---:|",
+        ]
         rows = {**result["mutants"], "all": dict(sum((Counter(row) for row in result["mutants"].values()), Counter()))}
-        lines += [f"| {kind} | {' | '.join(str(row.get(column, 0)) for column in columns)} |" for kind, row in rows.items()]
+        lines += [
+            f"| {kind} | {' | '.join(str(row.get(column, 0)) for column in columns)} |" for kind, row in rows.items()
+        ]
         lines += ["  missed: " + line for line in result["missed"][:SHOWN]]
         lines += ["  not interpreted: " + line for line in result["not_interpreted"][:SHOWN]]
     return "\n".join(lines)

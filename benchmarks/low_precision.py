@@ -2,6 +2,7 @@
 
     python benchmarks/low_precision.py [--only int8]       # trains a GPT over bytes on this machine, in each precision
     python benchmarks/low_precision.py v6e:4x4 8192 [...]  # compiles Llama 3 8B for chips, tokens a chip; needs shardopt[tpu]
+    python benchmarks/low_precision.py --product v6e:2x2   # compiles one product of Llama 3 8B with its gradients, for one chip
 
 The first trains the GPT of `shardopt train` (192 wide, 2 blocks) with the same data, seeds and AdamW, all but the 8 bits in float32,
 and takes the loss of held-out text. The second compiles fsdp with bfloat16 gathers and every block recomputed, with bfloat16 products and with 8 bits.
@@ -9,10 +10,14 @@ and takes the loss of held-out text. The second compiles fsdp with bfloat16 gath
 
 import argparse
 import dataclasses
+import datetime
+import importlib.metadata
+import itertools
 import json
 import math
 import os
 import statistics
+import subprocess
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,16 +80,52 @@ def compile_llama(topology: str, length: int, precision: str | None) -> dict[str
     }
 
 
+def compile_product(topology: str, precision: str | None, vmem_kib: int) -> dict[str, Any]:
+    """Return the milliseconds of 8192 tokens times the weight of Llama 3 8B's first layer, and of both gradients, by operation."""
+    import jax
+    import jax.numpy as jnp
+
+    import shardopt as so
+    from shardopt.nn._low_precision import quantized_einsum
+    from shardopt.planning import step_seconds, topology_devices
+
+    mesh = so.make_mesh(data=1, devices=topology_devices(topology)[:1])
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    shapes = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=replicated)
+        for shape in ((1, 8192, 4096), (4096, 14336), (1, 8192, 14336))
+    ]
+
+    def product(x, weight, grad):
+        multiply = lambda x, weight: quantized_einsum("btd,df->btf", x, weight, precision=precision)  # pyright: ignore
+        y, pull = jax.vjp(multiply, x, weight)
+        return y, *pull(grad)
+
+    options = {"xla_tpu_scoped_vmem_limit_kib": vmem_kib} if vmem_kib else {}
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(product).lower(*shapes).compile(compiler_options=options)
+    seconds = step_seconds(compiled.as_text(), mesh=mesh, hardware=topology.split(":")[0])
+    operations = [[round(one.seconds * 1e3, 3), one.op_name] for one in seconds.operations if one.seconds > 1e-5]
+    return {"milliseconds": round(seconds.total * 1e3, 3), "operations": operations}
+
+
 def main() -> None:
     """Train or compile."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "compile", nargs="*", help="a topology, tokens a chip, and precisions, by default bfloat16 and int8"
     )
+    parser.add_argument("--product", metavar="TOPOLOGY", help="compile one product with its gradients")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--only", choices=PRECISIONS)
     options = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if options.product:
+        for precision, vmem_kib in itertools.product((None, "int8"), (0, 96 * 1024)):
+            vmem = f"{vmem_kib // 1024} MiB of VMEM" if vmem_kib else "default VMEM"
+            row = compile_product(options.product, precision, vmem_kib) | {"versions": versions()}
+            keep("product", f"{options.product} {precision or 'bfloat16'}, {vmem}", row)
+        return
     if options.compile:
         topology, length, *precisions = options.compile
         for precision in precisions or ["bfloat16", "int8"]:
@@ -97,11 +138,21 @@ def main() -> None:
 
 
 def keep(part: str, name: str, found: dict[str, Any]) -> None:
-    """Write what came out beside what is there."""
-    results = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else {"loss": {}, "compiled": {}}
-    results[part][name] = found
-    write_json(__file__, results, RESULTS)
-    print(name, found.get("losses") or found.get("seconds"), flush=True)
+    """Write what came out beside what is there. The head of the file is that of the losses; a product names its own versions."""
+    record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"results": {"loss": {}, "compiled": {}}}
+    record["results"].setdefault(part, {})[name] = found
+    if part == "product":
+        RESULTS.write_text(json.dumps(record, indent=2) + "\n")
+    else:
+        write_json(__file__, record["results"], RESULTS)
+    print(name, found.get("losses") or found.get("seconds") or found["milliseconds"], flush=True)
+
+
+def versions() -> dict[str, str]:
+    """Return what a row was compiled from and with."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    packages = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
+    return {"commit": commit.stdout.strip(), "date": datetime.date.today().isoformat(), **packages}
 
 
 if __name__ == "__main__":

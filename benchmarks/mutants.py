@@ -110,7 +110,7 @@ def assign(name: str, shape: str, expression: str, *, root: bool = False) -> str
 def call(line: Instruction, values: list[str] | None = None, **changes: str) -> str:
     """Return an instruction's expression, with other operands and some other attributes."""
     values = operands(line) if values is None else values
-    words = attributes(line) | {key: value for key, value in changes.items()}
+    words = attributes(line) | changes
     listed = "".join(f", {key}={value}" for key, value in words.items() if key != "backend_config")
     return f"{line.opcode}({', '.join('%' + value for value in values)}){listed}"
 
@@ -184,7 +184,11 @@ def other_axis(source: Source, line: Instruction, draw: random.Random) -> Edit:
     own = sorted(sorted(group) for group in groups)
     options = [option.tolist() for option in options if sorted(option.tolist()) != own]
     changed = {"replica_groups": groups_text(draw.choice(options))} if options else {}
-    return ({line.name: [assign(line.name, line.shape, call(line, **changed), root=line.is_root)]}, "") if options else None
+    return (
+        ({line.name: [assign(line.name, line.shape, call(line, **changed), root=line.is_root)]}, "")
+        if options
+        else None
+    )
 
 
 def drop(source: Source, line: Instruction, draw: random.Random) -> Edit:
@@ -233,7 +237,10 @@ def double(source: Source, line: Instruction, draw: random.Random) -> Edit:
     if line.shape.startswith("("):
         parts = [f"{first}.{place}" for place in range(len(operands(line)))]
         shapes = arrays(line.shape)
-        lines += [assign(part, shape, f"get-tuple-element(%{first}), index={place}") for place, (part, shape) in enumerate(zip(parts, shapes, strict=True))]
+        lines += [
+            assign(part, shape, f"get-tuple-element(%{first}), index={place}")
+            for place, (part, shape) in enumerate(zip(parts, shapes, strict=True))
+        ]
     region = words.get("to_apply", "")
     if not region:
         if "float" not in str(read_shape(line.shape).dtype):
@@ -241,7 +248,14 @@ def double(source: Source, line: Instruction, draw: random.Random) -> Edit:
         region, extra = _region("add", line.shape)
     keys = ("channel_id", "replica_groups", "use_global_device_ids")
     listed = "".join(f", {key}={words[key]}" for key in keys if key in words)
-    lines.append(assign(line.name, line.shape, f"all-reduce({', '.join('%' + part for part in parts)}){listed}, to_apply={region}", root=line.is_root))
+    lines.append(
+        assign(
+            line.name,
+            line.shape,
+            f"all-reduce({', '.join('%' + part for part in parts)}){listed}, to_apply={region}",
+            root=line.is_root,
+        )
+    )
     return {line.name: lines}, extra
 
 
@@ -271,14 +285,19 @@ def move_after(source: Source, line: Instruction, draw: random.Random) -> Edit:
     if line.opcode != "all-reduce" or line.shape.startswith("("):
         return None
     dtype = read_shape(line.shape).dtype
-    readers = [user for user in source.users.get(line.name, []) if _is_array(user) and read_shape(user.shape).dtype == dtype]
+    readers = [
+        user for user in source.users.get(line.name, []) if _is_array(user) and read_shape(user.shape).dtype == dtype
+    ]
     readers = [user for user in readers if user.opcode not in (*COLLECTIVES, "get-tuple-element", "parameter", "while")]
     if not readers:
         return None
     reader, operand = draw.choice(readers), operands(line)[0]
     values = [operand if value == line.name else value for value in operands(reader)]
     before = f"{reader.name}.before"
-    lines = [assign(before, reader.shape, call(reader, values)), assign(reader.name, reader.shape, call(line, [before]), root=reader.is_root)]
+    lines = [
+        assign(before, reader.shape, call(reader, values)),
+        assign(reader.name, reader.shape, call(line, [before]), root=reader.is_root),
+    ]
     return {reader.name: lines}, ""
 
 
@@ -297,7 +316,10 @@ def move_before(source: Source, line: Instruction, draw: random.Random) -> Edit:
     producer = source.instructions.get(operands(line)[0])
     if producer is None or producer.opcode in ("parameter", "constant", "get-tuple-element", "while", *COLLECTIVES):
         return None
-    dtype, makers = read_shape(line.shape).dtype, [source.instructions[name] for name in operands(producer)] if producer.opcode != "iota" else []
+    dtype, makers = (
+        read_shape(line.shape).dtype,
+        [source.instructions[name] for name in operands(producer)] if producer.opcode != "iota" else [],
+    )
     makers = [maker for maker in makers if _is_array(maker) and read_shape(maker.shape).dtype == dtype]
     if not makers or not _is_array(producer):
         return None
@@ -305,7 +327,10 @@ def move_before(source: Source, line: Instruction, draw: random.Random) -> Edit:
     moved = f"{maker.name}.moved"
     values = [moved if value == maker.name else value for value in operands(producer)]
     return {
-        producer.name: [assign(moved, maker.shape, call(line, [maker.name])), assign(producer.name, producer.shape, call(producer, values), root=producer.is_root)],
+        producer.name: [
+            assign(moved, maker.shape, call(line, [maker.name])),
+            assign(producer.name, producer.shape, call(producer, values), root=producer.is_root),
+        ],
         line.name: [assign(line.name, line.shape, f"copy(%{producer.name})", root=line.is_root)],
     }, ""
 
@@ -343,7 +368,9 @@ def change_order(source: Source, line: Instruction, draw: random.Random) -> Edit
     a, b = draw.sample(range(size), 2)
     for group in groups:
         group[a], group[b] = group[b], group[a]
-    return {line.name: [assign(line.name, line.shape, call(line, replica_groups=groups_text(groups)), root=line.is_root)]}, ""
+    return {
+        line.name: [assign(line.name, line.shape, call(line, replica_groups=groups_text(groups)), root=line.is_root)]
+    }, ""
 
 
 def change_pairs(source: Source, line: Instruction, draw: random.Random) -> Edit:
@@ -363,7 +390,11 @@ def change_pairs(source: Source, line: Instruction, draw: random.Random) -> Edit
     if not options:
         return None
     changed = options[draw.choice(sorted(options))]
-    return {line.name: [assign(line.name, line.shape, call(line, source_target_pairs=groups_text(changed)), root=line.is_root)]}, ""
+    return {
+        line.name: [
+            assign(line.name, line.shape, call(line, source_target_pairs=groups_text(changed)), root=line.is_root)
+        ]
+    }, ""
 
 
 def other_device(source: Source, line: Instruction, draw: random.Random) -> Edit:
@@ -391,9 +422,15 @@ def shift_table(source: Source, line: Instruction, draw: random.Random) -> Edit:
     shape = read_shape(line.shape)
     if shape.dims != (source.devices,) or shape.dtype.kind not in "iu" or source.devices == 1:
         return None
-    numbers = [word for word in line.rest.partition(")")[0].strip("{} ").split(",")]
+    numbers = line.rest.partition(")")[0].strip("{} ").split(",")
     numbers = numbers[1:] + numbers[:1]
-    return {line.name: [assign(line.name, line.shape, f"constant({{{', '.join(word.strip() for word in numbers)}}})", root=line.is_root)]}, ""
+    return {
+        line.name: [
+            assign(
+                line.name, line.shape, f"constant({{{', '.join(word.strip() for word in numbers)}}})", root=line.is_root
+            )
+        ]
+    }, ""
 
 
 KINDS: dict[str, Kind] = {

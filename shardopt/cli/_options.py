@@ -373,7 +373,7 @@ class TuneOptions(Layout):
 
 
 RunOptions = TrainOptions | TuneOptions
-Options = TypeVar("Options", TrainOptions, TuneOptions)
+Options = TypeVar("Options", bound="TrainOptions | TuneOptions")
 
 
 def to_json(options: RunOptions) -> dict[str, dict[str, object]]:

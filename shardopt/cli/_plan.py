@@ -183,6 +183,9 @@ class AuditOptions:
     hardware: Annotated[str | None, tyro.conf.arg(metavar="CHIP")] = None
     """Chip that the program in a file was compiled for, such as v5p; needed for the step time."""
 
+    prove: bool = False
+    """Prove the program too: each sum over devices is complete once, and the results have their declared shardings."""
+
     json: bool = False
     """Print JSON instead of a table."""
 
@@ -205,6 +208,10 @@ def audit(options: AuditOptions) -> None:
         fix = "give a file with compiled.as_text(), or --model and --topology to compile one."
         raise ValueError(format_error("audit", problem, fix=fix))
     if options.program is not None:
+        if options.prove:
+            problem = "--prove needs to know where results live, which a file does not tell."
+            fix = "give --model and --topology, or use so.hlo.prove(text, outputs=...) in Python."
+            raise ValueError(format_error("audit", problem, fix=fix))
         text, mesh_shape = options.program.read_text(), mesh_sizes(options.mesh) or None
         file_audit = so.audit(text, mesh=mesh_shape)
         if options.png is not None and options.hardware is None:
@@ -220,6 +227,12 @@ def audit(options: AuditOptions) -> None:
         step = report.step_seconds
         json_report = report.to_json() | {"audit": to_json(report.audit)}
         lines = [str(report), "", str(report.audit)]
+        if options.prove:
+            proof = report.proof
+            problem = proof.problem and proof.problem._asdict()
+            unknown = [instruction._asdict() for instruction in proof.unknown]
+            json_report |= {"proof": {"verdict": proof.verdict, "problem": problem, "unknown": unknown}}
+            lines += ["", str(proof)]
     if options.png is not None and step is not None:
         so.planning.plot_timeline(step, path=options.png)
     print(json.dumps(json_report, indent=2) if options.json else "\n".join(lines))

@@ -143,18 +143,20 @@ class ConvertingCheckpoints(so.Checkpoints):
         self.base, self.abstract_params, self.say = base, abstract_params, say
 
     @calling("train")
-    def restore(self, target: so.ShardedOptimizer, *, step: int | None = None) -> tuple[TrainState, dict[str, Json]]:
+    def restore(
+        self, target: so.ShardedOptimizer, *, step: int | None = None, params: PyTree = None
+    ) -> tuple[TrainState, dict[str, Json]]:
         """Return the state of a checkpoint in the form of `target`, and its `extra`."""
         self.wait()
         chosen_step = self.latest() if step is None else step
         if chosen_step not in self.steps():
-            return super().restore(target, step=step)
+            return super().restore(target, step=step, params=params)
         meta = read_meta(step_folder(self.directory, chosen_step))
         wanted = {path: describe(leaf) for path, leaf in leaves_by_path(target.abstract_state()).items()}
         if wanted == meta.leaves or not (_is_combined(wanted) or _is_combined(meta.leaves)):
-            return super().restore(target, step=step)
+            return super().restore(target, step=step, params=params)
         try:
-            return super().restore(target, step=step)
+            return super().restore(target, step=step, params=params)
         except so.errors.DamagedCheckpointError:
             raise
         except so.errors.CheckpointError:  # the state has another form: restore the parts that fit

@@ -18,7 +18,6 @@ from shardopt.cli._options import TrainOptions, make_optimizer
 from shardopt.cli._run_folder import (
     CHECKPOINTS,
     CURVE,
-    METRICS,
     NORMS,
     SCHEDULE,
     ConvertingCheckpoints,

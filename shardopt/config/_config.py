@@ -165,6 +165,7 @@ class StrategyConfig(NamedTuple):
     local_updates: SyncConfig | None = None
     sync_gradients: bool = False
     compiler_options: CompilerOptions | None = None
+    verify: bool = False
     axis_names: Axes | None = None
     user_mesh: UserMesh | None = None
     sums: bool = False

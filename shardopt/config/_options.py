@@ -151,6 +151,12 @@ def _compiler_options(name: str, options: CompilerOptions | None) -> CompilerOpt
     return options
 
 
+def _flag(name: str, flag: bool) -> bool:
+    if not isinstance(flag, bool):
+        raise TypeError(error_text(f"{name} must be True or False, got {flag!r}."))
+    return flag
+
+
 def _separable(name: str, separable: bool | None) -> bool | None:
     if separable is not None and separable is not True:
         problem = (
@@ -256,6 +262,16 @@ class SharedOptions(TypedDict, total=False):
         Option(
             "the options that XLA compiles a step with, name -> value; by default `so.compiler_options(mesh)`.",
             check=_compiler_options,
+        ),
+    ]
+    verify: Annotated[
+        bool,
+        Option(
+            "whether each program is proved when it is compiled: every sum over devices is complete once, and the results "
+            "have their shardings (`so.hlo.prove`). A wrong program raises an error before it runs. A program with "
+            "instructions that no rule covers gives a warning.",
+            default=False,
+            check=_flag,
         ),
     ]
     view: Annotated[

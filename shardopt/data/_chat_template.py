@@ -9,7 +9,7 @@ from shardopt.core._errors import error_text
 from shardopt.core._extras import require
 
 if TYPE_CHECKING:
-    import jinja2
+    import jinja2.nodes
 
 Message = Mapping[str, str]
 Spans = list[tuple[int, int]]
@@ -92,7 +92,7 @@ def compile_template(source: str, special_tokens: Mapping[str, str | None], orig
       ValueError: if the template is no jinja, or reads a special token that is not given.
     """
     require("jinja2", extra="huggingface")
-    import jinja2
+    import jinja2.nodes
     from jinja2 import meta
 
     version = tuple(int(part) for part in jinja2.__version__.split(".")[:3])
@@ -131,7 +131,7 @@ def special_tokens_of(settings: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def _is_mark(block: "jinja2.nodes.CallBlock") -> bool:
-    import jinja2
+    import jinja2.nodes
 
     method = block.call.node
     return isinstance(method, jinja2.nodes.ExtensionAttribute) and method.name == "_marked"
@@ -187,7 +187,7 @@ def _sandbox() -> "jinja2.Environment":
 
     def check_name(name: object) -> None:
         if isinstance(name, str) and name.startswith("_"):
-            raise sandbox.SecurityError(f"a namespace cannot store {name!r}")
+            raise sandbox.SecurityError(f"a namespace cannot store {name!r}")  # pyright: ignore[reportPrivateImportUsage]
 
     def to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

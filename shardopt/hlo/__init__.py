@@ -7,15 +7,20 @@
 from shardopt.hlo._collective import Collective
 from shardopt.hlo._program import Memory, audit, donated, inner_product_flops, memory
 from shardopt.hlo._report import Audit, Expected, Traffic
+from shardopt.hlo.proof import Problem, Proof, Unknown, prove
 
 __all__ = [
     "Audit",
     "Collective",
     "Expected",
     "Memory",
+    "Problem",
+    "Proof",
     "Traffic",
+    "Unknown",
     "audit",
     "donated",
     "inner_product_flops",
     "memory",
+    "prove",
 ]

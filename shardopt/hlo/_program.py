@@ -28,6 +28,7 @@ from shardopt.hlo._walk import (
     trip_count,
     unread_starts,
 )
+from shardopt.hlo.proof._prove import source_of
 
 Devices = tuple[jax.Device, ...]
 
@@ -97,7 +98,8 @@ def audit(
     name = parsed.module.header.removeprefix("HloModule").split(",")[0].strip()
     collectives = (parsed.collective(site) for site in collectives_of(parsed.module, schedule))
     listed = tuple(collective for collective in collectives if collective is not None)
-    return Audit(listed, parsed.sizes, name, unread_starts(parsed.module))
+    source = parsed.text if parsed.compiled is None else source_of(parsed.compiled)
+    return Audit(listed, parsed.sizes, name, unread_starts(parsed.module), source)
 
 
 class Program(NamedTuple):
@@ -111,6 +113,7 @@ class Program(NamedTuple):
       partitions: number of partitions.
       slices: number of slices along the outermost axis, joined by the data-centre network.
       devices: devices of the mesh; empty if the mesh is unknown or abstract.
+      compiled: the compiled program; None for a text.
     """
 
     text: str
@@ -120,6 +123,7 @@ class Program(NamedTuple):
     partitions: int
     slices: int
     devices: Devices
+    compiled: Compiled | None
 
     def collective(self, site: CollectiveSite) -> Collective | None:
         """Return the collective at a site; None if no device sends to another."""
@@ -146,7 +150,7 @@ def read_program(
     slices = _check_devices(sizes, replicas * partitions, several_slices=MEGASCALE in text)
     _check_order(mesh, compiled)
     devices = tuple(known_mesh.devices.flat) if isinstance(known_mesh, Mesh) else ()
-    return Program(text, module, sizes, replicas, partitions, slices, devices)
+    return Program(text, module, sizes, replicas, partitions, slices, devices, compiled)
 
 
 def _compiled_text(

@@ -1,11 +1,15 @@
 """The collectives of a program as a table: filters, sums, and a comparison with expected traffic."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
+
+from jax.sharding import Sharding
 
 from shardopt.core._errors import format_error, plural
 from shardopt.hlo._collective import Collective
+from shardopt.hlo.proof import Proof, prove
+from shardopt.hlo.proof._prove import Source
 
 _Key = TypeVar("_Key")
 
@@ -56,12 +60,41 @@ class Audit(NamedTuple):
       name: name of the compiled module.
       unread: names of the instructions that start work on a TPU's SparseCore, if no collective was found in this work. Their
         traffic is unknown, and no sum contains it.
+      source: the program, for `prove`.
     """
 
     collectives: tuple[Collective, ...]
     mesh_shape: dict[str, int]
     name: str
     unread: tuple[str, ...] = ()
+    source: Source | str = ""
+
+    def prove(
+        self, *, inputs: Sequence[Sharding | str] | None = None, outputs: Sequence[Sharding | str] | None = None
+    ) -> Proof:
+        """Derive that the program computes on its devices what it would on whole arrays; see `so.hlo.prove`.
+
+        Args:
+          inputs: one sharding per parameter of the program; by default those of the compiled program, or of the text.
+          outputs: one sharding per array of the result; needed if the audit is of a text.
+
+        Returns:
+          A `Proof`: "proved", "wrong" with the first wrong instruction, or "unknown" with the instructions that no rule
+          covers.
+
+        Raises:
+          ValueError: if the audit is of a text that does not contain the shardings of its parameters or results.
+
+        Example:
+          >>> import jax, jax.numpy as jnp
+          >>> from jax.sharding import NamedSharding, PartitionSpec as P
+          >>> import shardopt as so
+          >>> mesh = so.make_mesh(data=8)
+          >>> x = jax.device_put(jnp.ones((16, 4)), NamedSharding(mesh, P("data")))
+          >>> so.audit(jax.jit(lambda x: x.sum(0), out_shardings=NamedSharding(mesh, P())), x).prove().verdict
+          'proved'
+        """
+        return prove(self.source, inputs=inputs, outputs=outputs, mesh=self.mesh_shape)
 
     @property
     def total(self) -> Traffic:

@@ -206,7 +206,7 @@ class _Cuts:
         plans = [self.plans[i] for i in leaves]
         if len({plan.shape[:1] for plan in plans}) != 1 or any(plan.stacked or len(plan.shape) < 3 for plan in plans):
             return False
-        return _axes_of_whole_matrices(plans) is not None or all(plan.dim != 0 and not plan.experts for plan in plans)
+        return _axes_of_whole_matrices(plans) is not None or all(plan.spec(sharded=True)[0] is None for plan in plans)
 
     def cut(self, task: MatrixTask, leaves: Sequence[int]) -> _Cut | None:
         """Return a task of some leaves in blocks; None if it mixes blocks, or has a single one."""

@@ -309,12 +309,12 @@ def _mlp(config: DecoderConfig, weights: Params, x: Float[Array, "B T D"]) -> Fl
     else:
         hidden = checkpoint_name([product(name, "f") for name in ("gate", "up") if name in weights], "mlp_hidden")
 
-    @jax.checkpoint
     def down(hidden: list[Array], weight: Weight) -> Array:
         activated = ACTIVATIONS[config.activation](hidden[0])
         activated = shard(activated * hidden[1] if config.gated else activated)
         return nn.quantized_einsum("btf,fd->btd", activated, weight, precision=config.precision)
 
+    down = jax.checkpoint(down) if config.recompute_activation else down
     return _add_bias(down(hidden, weights["down"]), weights.get("down_bias"))
 
 

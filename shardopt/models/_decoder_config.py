@@ -135,6 +135,7 @@ class DecoderConfig:
       logits_dtype: the dtype of the logits in the loss, see `so.nn.cross_entropy`.
       fused: which products of a block are one product: "kv" is keys and values [D, G, 2 K], "qkv" is also queries [D, 3, H, K].
         Either also fuses gate and up of the mlp, [D, 2, F]. One product is faster than several.
+      recompute_activation: whether the backward pass computes the activation of the mlp again, and stores its inputs alone.
       sequence_parallel: whether tensor shards the positions of block inputs, block outputs and norms. tensor must divide the
         positions. A block stores 1 / tensor of its input. An all-gather and a reduce-scatter of as many bytes replace each
         all-reduce. The step is the same, up to summation order. `so.plan` does not plan for it.
@@ -182,6 +183,7 @@ class DecoderConfig:
     loss_chunk: int | None = None
     logits_dtype: DTypeLike | None = None
     fused: Literal["kv", "qkv"] | None = None
+    recompute_activation: bool = True
     sequence_parallel: bool = False
     param_dtype: DTypeLike = jnp.float32
     dtype: DTypeLike | None = None

@@ -101,6 +101,7 @@ def advance(
     config: DecoderConfig, params: Params, tokens: Tokens, caches: Caches, start: Int[Array, ""]
 ) -> tuple[Float[Array, "B T V"], Caches]:
     """Return the logits after each of T tokens at positions `start`, `start` + 1, ..., and the new caches."""
+    tokens = jnp.asarray(tokens)
     positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     stream = decoder.embed_tokens(config, params, Inputs(tokens, tokens, None, None, positions, None))
     new_caches = {}

@@ -164,7 +164,8 @@ def init(config: DecoderConfig, rng: jax.Array) -> Params:
     keys = iter(jax.random.split(rng, len(leaf_shapes(config))))
     # the sum of the 2 L branches then has the variance of one branch; a tied embedding is also the head, and with 0.02 each
     # token would predict itself with a logit of 0.02 D
-    scales = dict.fromkeys(("out", "down"), 0.02 / (2 * config.num_layers) ** 0.5)
+    branch_scale = 0.02 / (2 * config.num_layers) ** 0.5
+    scales: dict[str, float] = {"out": branch_scale, "down": branch_scale}
     scales |= {"embedding": 1 / config.dim} if config.tied else {}
 
     def draw(name: str, shape: tuple[int, ...] | Params) -> PyTree:

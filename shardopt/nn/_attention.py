@@ -458,7 +458,7 @@ def _cudnn(
     key: Array,
     value: Array,
     segments: Array | None,
-    sinks: None,
+    sinks: Array | None,
     rule: Rule,
 ) -> Array:
     assert sinks is None

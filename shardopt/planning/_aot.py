@@ -15,6 +15,7 @@ from shardopt.core._types import PyTree, abstract, is_array_like
 from shardopt.hlo._collective import Collective
 from shardopt.hlo._program import Memory, argument_padding, audit, inner_product_flops, memory, read_program
 from shardopt.hlo._report import Audit
+from shardopt.hlo.proof import Proof
 from shardopt.mesh import make_mesh
 from shardopt.planning._compiled_time import StepSeconds, walk_schedule
 from shardopt.planning._hardware import Hardware, hardware_of
@@ -75,6 +76,11 @@ class AotReport(NamedTuple):
     def collectives(self) -> tuple[Collective, ...]:
         """The collectives, as `so.audit` returns them."""
         return self.audit.collectives
+
+    @property
+    def proof(self) -> Proof:
+        """Whether the compiled program computes what it would on whole arrays, derived now: see `so.hlo.prove`."""
+        return self.audit.prove()
 
     def to_json(self) -> dict[str, object]:
         """Return the report as a dict of plain numbers and strings."""
@@ -184,7 +190,7 @@ def aot(
         num_slices=num_slices,
         mesh_shape=dict(mesh.shape),
         memory=memory(compiled),
-        audit=audit(text, mesh=dict(mesh.shape), schedule=schedule),
+        audit=audit(compiled, mesh=dict(mesh.shape), schedule=schedule),
         flops=inner_product_flops(text, schedule=schedule),
         compile_seconds=seconds,
         hbm_bytes=chip.memory_bytes // devices_per_chip,

@@ -214,9 +214,10 @@ def _predicted(
     if isinstance(plan, AotReport):
         step = plan.step_seconds
         operations = {operation.name.rpartition(" ")[2]: operation.seconds for operation in step.all_operations}
-        return step.total, {(kind, axes): time for (kind, axes), time in step.collectives.items()}, operations
+        collectives: dict[_Kind, float] = {kind: time for kind, time in step.collectives.items()}  # noqa: C416
+        return step.total, collectives, operations
     prediction = plan if isinstance(plan, Prediction) else _layout_of(plan, sizes)
-    collectives: dict[_Kind, float] = defaultdict(float)
+    collectives = defaultdict(float)
     for transfer, seconds in zip(prediction.transfers, prediction.transfer_seconds, strict=True):
         used = {axis for axis in (transfer.axis, *transfer.also) if prediction.mesh[axis] > 1}
         collectives[transfer.kind, tuple(axis for axis in prediction.mesh if axis in used)] += seconds

@@ -1,4 +1,4 @@
-"""What fails and what a recovery costs: the inputs of `plan_recovery` and of `so.plan(failures=...)`."""
+"""Rates of failures and costs of recovery: the inputs of `plan_recovery` and of `so.plan(failures=...)`."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from shardopt.core._errors import calling, error_text
 
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """How often chips fail, and what a failure costs. All times are in seconds.
+    """How often chips fail, and the cost of a failure. All times are in seconds.
 
     Attributes:
       mtbf: mean time between two failures of one chip, while it trains. A job of n chips that fails every h seconds of

@@ -63,7 +63,7 @@ def read_profile(path: str | Path) -> dict[str, ProfiledProgram]:
     files = _files(Path(path))
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     calls: Counter[tuple[str, str]] = Counter()
-    runs: dict[tuple[str, str], set[tuple[object, object]]] = defaultdict(set)
+    runs: dict[tuple[str, str], set[tuple[Any, Any]]] = defaultdict(set)
     num_steps = 0
     with warnings.catch_warnings():
         # the reader of jax 0.12 warns when Python 3.12 makes its types, and ends the process if warnings are errors

@@ -97,7 +97,7 @@ def plan_recovery(
     """Choose when to save, the spares and the islands, for the highest goodput; an argument that is given stays.
 
     Args:
-      failures: how often chips fail, and what a failure costs.
+      failures: how often chips fail, and the cost of a failure.
       chips: chips that train, without spares.
       step_seconds: seconds of a step. Periods are rounded to whole steps.
       islands: number of islands; by default the best of `failures.islands`.
@@ -208,8 +208,10 @@ def _best_spares(
         return predict(failures, chips, islands, spares, periods, step_seconds)
     best = predict(failures, chips, islands, 0, periods, step_seconds)
     # each further spare helps less and costs the same
-    while (more := predict(failures, chips, islands, best.spares + 1, periods, step_seconds)).goodput > best.goodput:
-        best = more
+    while (
+        with_one_more := predict(failures, chips, islands, best.spares + 1, periods, step_seconds)
+    ).goodput > best.goodput:
+        best = with_one_more
     return best
 
 
@@ -290,7 +292,7 @@ def predict(
     run, wide_failures = _attempts(one_try, wide * rate)
     narrow_failures = narrow.failures * work * run / one_try
     own_failures = narrow_failures + wide_failures
-    # tries that fail before the copy is written do not wait for it; then the mean wait is that of the write alone
+    # only tries that reach the checkpoint wait for it: on average as long as the write alone would take
     saving = _attempts(checkpoint, wide * rate)[0]
     snapshots = (run - saving) * narrow.snapshot / narrow.run
 
@@ -334,7 +336,7 @@ def _load(failures: Failures, islands: int, spares: int, interval: float, replac
     """Return how many new hosts are on the way on average.
 
     A synchronous job that is down does not fail again. Each failure that uses up a spare makes it wait for `noticed`
-    seconds, so the time in which another failure finds no spare is that much shorter.
+    seconds. So another failure has that much less time to find no spare.
     """
     if islands > 1:
         return failures.replace / interval

@@ -1,7 +1,8 @@
 """`plan`: rank all layouts of a model on a machine by predicted step time, and drop layouts that do not fit."""
 
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -108,7 +109,7 @@ class PlannedRecovery(NamedTuple):
     Attributes:
       recovery: islands, spares, periods, goodput.
       prediction: the fastest layout of one island, which is the whole job if there is one island.
-      tokens_per_second: tokens per second of all islands together, times the share of time in which they train.
+      tokens_per_second: tokens per second of all islands together, times the share of time that counts.
     """
 
     recovery: Recovery
@@ -199,7 +200,7 @@ def plan(
       gather_dtype: dtype of the all-gathers of weights under fsdp; None is the dtype of the weights.
       scatter_dtype: dtype of the reduce-scatters of gradients, except under ddp; None is the dtype of the weights.
       headroom: share of a chip's memory that stays free for costs that the formulas do not count.
-      failures: how often chips fail, and what a failure costs. Then `.recoveries` has the period of checkpoints and
+      failures: how often chips fail, and the cost of a failure. Then `.recoveries` has the period of checkpoints and
         snapshots, spares, and goodput for each number of islands in it. See `so.planning.plan_recovery`.
 
     Returns:
@@ -285,32 +286,35 @@ def plan(
     if failures is None:
         return plans
 
-    def fastest(islands: int) -> Prediction:
-        if islands == 1:
-            return plans.best
-        return plan(
-            workload,
-            hardware=chip,
-            chips=chips // islands,
-            batch_size=batch_size // islands,
-            tx=tx,
-            slices=max(slices // islands, 1),
-            placements=placements,
-            schedules=schedules,
-            remat=remat,
-            gather_dtype=gather_dtype,
-            scatter_dtype=scatter_dtype,
-            headroom=headroom,
-        ).best
-
-    recoveries = [_planned_recovery(failures, chips, islands, fastest(islands)) for islands in failures.islands]
-    recoveries.sort(key=lambda entry: -entry.tokens_per_second)
-    return plans._replace(recoveries=tuple(recoveries))
+    plan_island = functools.partial(
+        plan,
+        workload,
+        hardware=chip,
+        tx=tx,
+        placements=placements,
+        schedules=schedules,
+        remat=remat,
+        gather_dtype=gather_dtype,
+        scatter_dtype=scatter_dtype,
+        headroom=headroom,
+    )
+    return plans._replace(recoveries=_recoveries(failures, plans, slices, plan_island))
 
 
-def _planned_recovery(failures: Failures, chips: int, islands: int, prediction: Prediction) -> PlannedRecovery:
-    recovery = plan_recovery(failures, chips=chips, islands=islands, step_seconds=prediction.time.total)
-    return PlannedRecovery(recovery, prediction, islands * prediction.tokens_per_second * recovery.training_share)
+def _recoveries(
+    failures: Failures, plans: Plans, slices: int, plan_island: Callable[..., Plans]
+) -> tuple[PlannedRecovery, ...]:
+    """Return a recovery for each number of islands, the most tokens first."""
+    recoveries = []
+    for islands in failures.islands:
+        chips, rows = plans.chips // islands, plans.batch_size // islands
+        best = plans.best
+        if islands > 1:
+            best = plan_island(chips=chips, batch_size=rows, slices=max(slices // islands, 1)).best
+        recovery = plan_recovery(failures, chips=plans.chips, islands=islands, step_seconds=best.time.total)
+        tokens_per_second = islands * best.tokens_per_second * recovery.training_share
+        recoveries.append(PlannedRecovery(recovery, best, tokens_per_second))
+    return tuple(sorted(recoveries, key=lambda entry: -entry.tokens_per_second))
 
 
 def _check_islands(islands: int, chips: int, batch_size: int, slices: int) -> None:

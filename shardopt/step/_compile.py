@@ -16,6 +16,7 @@ from shardopt.mesh import under_mesh
 from shardopt.runtime._processes import trim_malloc
 from shardopt.step._aliases import DonatedState
 from shardopt.step._check_programs import check_jit, check_permutes, check_traced
+from shardopt.step._check_proof import check_proof
 
 
 class AotCompiled:
@@ -56,6 +57,8 @@ class AotCompiled:
             compiled = self._compile(*args)
             if self.check is not None:
                 self.check(compiled.as_text() or "")
+            if self.config.verify:
+                check_proof(self.config, compiled)
             self._compiled[signature] = compiled
         if self.donated is not None:
             args = (self.donated.distinct(args[0], state_leaves, leaves), *args[1:])

@@ -261,5 +261,5 @@ def _stack(values: Sequence[Value]) -> Value:
     origins = [value.origin for value in values if value.origin is not None]
     last = max(values, key=lambda value: value.read)
     arrays = [_on_host(value.array) for value in values]
-    array = np.stack(arrays) if isinstance(arrays[0], np.ndarray) else jnp.stack(arrays)
+    array: Any = np.stack(arrays) if isinstance(arrays[0], np.ndarray) else jnp.stack(arrays)
     return Value(array, min(origins, key=_preference) if origins else None, last.leaf, last.read)

@@ -1,7 +1,5 @@
 """Norms of each leaf and layer in `fit`: steps that are due compute them, and the log gets them one step late."""
 
-from collections.abc import Callable, Mapping
-
 import jax
 
 from shardopt.core._arguments import check_count
@@ -9,6 +7,7 @@ from shardopt.core._errors import format_error
 from shardopt.core._types import PyTree, TrainState
 from shardopt.step._norms import Norms
 from shardopt.step._optimizer import ShardedOptimizer
+from shardopt.training._loggers import Log
 
 
 def check_metrics_every(opt: ShardedOptimizer, metrics_every: int | None, verify_every: int | None) -> None:
@@ -38,7 +37,7 @@ class NormLog:
       write_log: writes metrics of a step.
     """
 
-    def __init__(self, opt: ShardedOptimizer, every: int | None, write_log: Callable[[int, Mapping[str, float]], object]):
+    def __init__(self, opt: ShardedOptimizer, every: int | None, write_log: Log):
         self._opt, self._every, self._write_log = opt, every, write_log
         self._pending: tuple[int, Norms] | None = None
         self._late = False

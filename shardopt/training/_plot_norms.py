@@ -60,7 +60,7 @@ def plot_norms(
 
     Example:
       >>> lines = [{"step": n, "gradient_norm/blocks/w/layer_0": 0.5, "gradient_norm/blocks/w/layer_1": 2.0} for n in (10, 20)]
-      >>> [axes.get_title() for axes in plot_norms(lines).axes if axes.get_title()]
+      >>> [axes.get_title("left") for axes in plot_norms(lines).axes if axes.get_title("left")]
       ['gradient']
     """
     require("matplotlib", extra="plot")

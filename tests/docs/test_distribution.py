@@ -103,7 +103,18 @@ def test_what_is_imported_is_required(built):
     extras = {re.match(r"[\w.-]+", line)[0].lower() for line in required if "extra ==" in line}
     found = {PROVIDES.get(name, name).lower(): places for name, places in imported().items()}
     assert {name: places for name, places in found.items() if name not in always | extras} == {}
-    optional = {"flax", "grain", "matplotlib", "ray", "rich", "safetensors", "tensorboardx", "tyro"}
+    optional = {
+        "flax",
+        "grain",
+        "jinja2",
+        "matplotlib",
+        "ray",
+        "rich",
+        "safetensors",
+        "tensorboardx",
+        "tokenizers",
+        "tyro",
+    }
     assert set(found) - always == optional  # each in an extra, which the message names where it is missing
     assert always - set(found) == {"jaxlib"}  # jax's other half, held at its version
 

@@ -352,3 +352,22 @@ def test_memory_and_traffic_of_adapters():
         row = compiled[f"llama3-8b v5e:2x4, lora on {base}"]
         memory, sent = row["peak_bytes"] / 1e9, row["wire_bytes"] / 1e9
         assert f"| adapters, base in {name} | {memory:.2f} GB | {sent:.1f} GB |" in text
+
+
+def test_goodput_next_to_published_runs():
+    runs = results("goodput")["rows"]
+    shown = rows("notes/goodput.md", "run")
+    assert len(shown) == len(runs)
+    for (name, published, predicted, simulated, points, kind), run in zip(shown, runs, strict=True):
+        assert name == run["run"]
+        assert (published, predicted) == (f"{run['published']:.0%}", f"{run['predicted']:.1%}"), name
+        assert simulated == ("-" if run["simulated"] is None else f"{run['simulated']:.1%}"), name
+        assert (float(points), kind) == (run["points"], run["kind"]), name
+        if run["kind"] == "prediction":
+            assert run["within"] == (abs(run["points"]) <= 5)
+    real, shown = results("goodput_real"), rows("notes/goodput.md", "of the four attempts")
+    assert [(name, goodput) for name, goodput, *_ in shown] == [
+        (name, f"{real[name]['goodput']:.1%}") for name in ("measured", "predicted", "simulated")
+    ]
+    assert f"differ by {abs(real['points']):.1f} points" in page("notes/goodput.md")
+    assert real["holds"] == (abs(real["points"]) <= 3)

@@ -110,6 +110,7 @@ WRONG = {
             "{name} must be a dict of option name to value, got str.\nFix: start from so.compiler_options(mesh).",
         )
     ],
+    bool: [("yes", TypeError, "{name} must be True or False, got 'yes'.")],
     bool | None: [(False, TypeError, "{name} must be True (...) or None (check), got False.\nFix: leave it out.")],
     Reducer | None: [
         ("int8", TypeError, "{name} must be a Reducer, got str.\nFix: pass one such as so.reducers.int8(), called.")

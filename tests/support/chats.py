@@ -74,7 +74,12 @@ CORPUS = ["the quick brown fox jumps over the lazy dog", "what is 2 + 2? it is 4
 
 def marked(template):
     """The template with {% generation %} around what the assistant writes."""
-    pairs = {"[[-": "{%- generation %}", "-]]": "{%- endgeneration %}", "[[": "{% generation %}", "]]": "{% endgeneration %}"}
+    pairs = {
+        "[[-": "{%- generation %}",
+        "-]]": "{%- endgeneration %}",
+        "[[": "{% generation %}",
+        "]]": "{% endgeneration %}",
+    }
     for mark, tag in pairs.items():
         template = template.replace(mark, tag)
     return template
@@ -95,7 +100,10 @@ def make_tokenizer(kind="bpe", vocab_size=320):
         trainer = trainers.WordLevelTrainer(special_tokens=TOKENS)
     else:
         tokenizer = tokenizers.Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        tokenizer.pre_tokenizer, tokenizer.decoder = (
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+            decoders.ByteLevel(),
+        )
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=TOKENS, initial_alphabet=alphabet)
     tokenizer.train_from_iterator(CORPUS, trainer)

@@ -1,13 +1,13 @@
 """What collectives do to the pieces that devices hold: they are the identity of whole arrays, or they are wrong."""
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
-from shardopt.hlo.proof._lines import Groups, Line
+from shardopt.hlo.proof._lines import Groups
 from shardopt.hlo.proof._value import (
     REDUCTIONS,
+    SCATTERED,
     Dim,
     Factor,
     Hidden,
@@ -22,6 +22,7 @@ from shardopt.hlo.proof._value import (
     scaled,
     varies,
     whole,
+    with_element,
     zeros,
 )
 
@@ -59,9 +60,15 @@ def reduced_over(value: Value, kind: str, groups: Groups, order: int) -> Value:
     remaining = [h for h in value.hidden if h not in varying]
     if kind != "add":
         varying = [h._replace(kind="own") if h.kind in REDUCTIONS and h.kind != kind else h for h in varying]
+        if any(h.kind == "dim" for h in varying):
+            raise Unproved(
+                f"it takes the {kind} over a dim of which each device holds one element, where a sum may be meant."
+            )
     if not varying:
-        if kind != "add" and kind != "multiply" or value.zero:
+        if value.zero or (kind not in ("add", "multiply") and not value.constant):
             return value
+        if kind != "add":
+            raise Unproved(f"it takes the {kind} of copies, where a sum may be meant.")
         if value.constant:  # a count of rows or devices: it is a constant no more, so that no second sum is taken
             return value.changed(constant=False, sums=value.sums | {group_classes(groups)})
         if any(h.kind == kind for h in remaining):
@@ -71,8 +78,12 @@ def reduced_over(value: Value, kind: str, groups: Groups, order: int) -> Value:
                 groups,
             )
         if kind == "add" and group_classes(groups) in value.sums:
-            raise Wrong(f"it sums {n} copies of a sum that is complete already: the result is {n} times too large.", groups)
-        raise Unproved(f"it sums {n} copies of a value: right only if the result is used as an average of equal values.")
+            raise Wrong(
+                f"it sums {n} copies of a sum that is complete already: the result is {n} times too large.", groups
+            )
+        raise Unproved(
+            f"it sums {n} copies of a value: right only if the result is used as an average of equal values."
+        )
     for h in varying:
         if h.kind == "own":
             raise Unproved(
@@ -140,14 +151,14 @@ def block(value: Value, dim: int, at: Positions, n: int) -> Value:
         return value
     size = value.shape[dim]
     shape = (*value.shape[:dim], size // n, *value.shape[dim + 1 :])
-    factors, hidden = list(normal(value.dims[dim])), list(value.hidden)
+    factors, hidden = list(normal(value.dims[dim])), value.hidden
     if factors and factors[0].size == 0 and factors[0].local % n == 0:
         factors[0] = factors[0]._replace(local=factors[0].local // n)
     elif factors and factors[0].size > 0 and factors[0].local % n == 0:
         major, minor = cut(factors[0], n)
         start = Positions.of(major.at.array + at.array)
         if minor.local == 1:
-            hidden.append(Hidden("dim", start, major.size, -1))
+            hidden = with_element(hidden, Hidden("dim", start, major.size, SCATTERED, math.prod(shape[dim + 1 :])))
             factors = factors[1:]
         else:
             factors[0] = Factor(minor.local, major.size * minor.local, scaled(start, minor.local))
@@ -155,7 +166,7 @@ def block(value: Value, dim: int, at: Positions, n: int) -> Value:
         raise Unproved("it cuts a dim that is made of several pieces.")
     new_dim = normal(tuple(factor for factor in factors if factor.local != 1))
     dims = (*value.dims[:dim], new_dim, *value.dims[dim + 1 :])
-    return value.changed(shape=shape, dims=dims, hidden=merged_hidden([tuple(hidden)]), fill=value.fill)
+    return value.changed(shape=shape, dims=dims, hidden=hidden, fill=value.fill)
 
 
 def gathered(value: Value, dim: int, groups: Groups) -> Value:
@@ -167,19 +178,26 @@ def gathered(value: Value, dim: int, groups: Groups) -> Value:
         return value
     size = value.shape[dim]
     shape = (*value.shape[:dim], size * n, *value.shape[dim + 1 :])
-    if value.parts or value.fill is not None and not value.hidden:
-        return value.changed(shape=shape, dims=_replaced(value.dims, dim, _constant(size * n, devices)), fill=value.fill)
-    new_major, dims, hidden = _gathered_coordinate(value, groups, devices, n)
+    if value.parts or (value.fill is not None and not value.hidden):
+        return value.changed(
+            shape=shape, dims=_replaced(value.dims, dim, _constant(size * n, devices)), fill=value.fill
+        )
+    minor = math.prod(value.shape[dim + 1 :])
+    new_major, dims, hidden = _gathered_coordinate(value, groups, devices, minor)
     factors = list(dims[dim])
     if new_major is not None:
         moved, factor = new_major
-        if moved == dim and len(value.dims[dim]) and factors[:1] == [factor]:
+        if moved == dim and factors[:1] == [factor]:
             factors[0] = Factor(factor.local * n, factor.size, _first(factor.at, groups))
+        elif moved >= 0 and size == 1:  # pieces become rows of a dim of their own
+            factors = [Factor(n, factor.size // factor.local, scaled(_first(factor.at, groups), 1, factor.local))]
+            dims = _replaced(dims, moved, _without_piece(dims[moved], factor, devices))
+        elif moved >= 0:
+            raise Unproved(
+                "it joins pieces of one dim along another: whether they are put in order later is not followed."
+            )
         else:
-            factors = [_major_of(moved, factor, groups, n, devices), *factors]
-            dims = _replaced(dims, moved, _without_piece(dims[moved], factor, devices)) if moved >= 0 else dims
-            if moved == dim:
-                factors = [factors[0], *_without_piece(value.dims[dim], factor, devices)]
+            factors = [Factor(n, factor.size, _first(factor.at, groups)), *factors]
     else:
         factors = [Factor(n, 0, zeros(devices)), *factors]
     return value.changed(shape=shape, dims=_replaced(dims, dim, normal(tuple(factors))), hidden=hidden)
@@ -194,14 +212,8 @@ def _replaced(dims: tuple[Dim, ...], dim: int, new: Dim) -> tuple[Dim, ...]:
 
 
 def _without_piece(dim: Dim, factor: Factor, devices: int) -> Dim:
-    """Return the dim in which a piece is whole, because what it was a piece of is gathered elsewhere."""
+    """Return the dim in which a piece is whole, because what it was a piece of is a dim of its own."""
     return tuple(whole(f.local, devices)[0] if f == factor else f for f in dim)
-
-
-def _major_of(moved: int, factor: Factor, groups: Groups, n: int, devices: int) -> Factor:
-    if moved < 0:  # a hidden dim
-        return Factor(n, factor.size, _first(factor.at, groups))
-    return Factor(n, factor.size // factor.local, scaled(_first(factor.at, groups), 1, factor.local))
 
 
 def _first(at: Positions, groups: Groups) -> Positions:
@@ -213,7 +225,7 @@ def _first(at: Positions, groups: Groups) -> Positions:
 
 
 def _gathered_coordinate(
-    value: Value, groups: Groups, devices: int, n: int
+    value: Value, groups: Groups, devices: int, minor: int
 ) -> tuple[tuple[int, Factor] | None, tuple[Dim, ...], tuple[Hidden, ...]]:
     """Return the one coordinate that varies in the groups: (dim, factor), dim -1 for a hidden dim; None if there is none."""
     factors = [
@@ -230,6 +242,10 @@ def _gathered_coordinate(
     if not factors and len(hidden) == 1 and hidden[0].kind == "dim":
         (h,) = hidden
         _check_ascending(h.at, 1, groups)
+        if h.minor != minor and math.prod(value.shape) != 1:
+            raise Unproved(
+                "it joins elements of a dim of which each device holds one; whether along that dim is unknown."
+            )
         return (-1, Factor(1, h.count, h.at)), value.dims, remaining
     if len(hidden) > 1 and not factors and all(h.kind == "dim" for h in hidden):
         counts = sorted(hidden, key=lambda h: -_period(h.at, groups))
@@ -238,6 +254,8 @@ def _gathered_coordinate(
             combined = combined * h.count + h.at.array
         at = Positions.of(combined)
         _check_ascending(at, 1, groups)
+        if any(h.minor != minor for h in hidden) and math.prod(value.shape) != 1:
+            raise Unproved("it joins elements of dims of which each device holds one; whether along these is unknown.")
         return (-1, Factor(1, math.prod(h.count for h in hidden), at)), value.dims, remaining
     kinds = {h.kind for h in hidden} - {"dim"}
     if kinds:
@@ -260,7 +278,9 @@ def _terms(kinds: set[str]) -> str:
 def _check_ascending(at: Positions, step: int, groups: Groups) -> None:
     for row in _per_group(at, groups):
         if (row != row[0] + step * np.arange(len(row))).any():
-            raise Wrong(f"it joins pieces in another order than they have in the array: from {row[:8].tolist()}.", groups)
+            raise Wrong(
+                f"it joins pieces in another order than they have in the array: from {row[:8].tolist()}.", groups
+            )
 
 
 def exchanged(value: Value, dim: int, groups: Groups) -> Value:

@@ -12,15 +12,43 @@ from shardopt.hlo.proof._convolution import convolution
 from shardopt.hlo.proof._lines import Groups, Line, array_shape, leaves
 from shardopt.hlo.proof._lookup import noted
 from shardopt.hlo.proof._numbers import iota, known, literal
-from shardopt.hlo.proof._parts import along
-from shardopt.hlo.proof._value import Fault, Hidden, Unproved, Value, Wrong, joined, merged_hidden, same_everywhere, used, whole
+from shardopt.hlo.proof._parts import BY_ELEMENT, along
+from shardopt.hlo.proof._value import (
+    Fault,
+    Hidden,
+    Unproved,
+    Value,
+    Wrong,
+    joined,
+    merged_hidden,
+    same_everywhere,
+    used,
+    whole,
+)
 
 Result = Any
 """A `Value`, or a tuple of results."""
 
 MAX_TURNS = 12
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
-_UNNOTED = ("fusion", "async-start", "call-start", "get-tuple-element", "while", "conditional", "optimization-barrier", "opt-barrier", "call")
+_UNNOTED = (
+    "fusion",
+    "async-start",
+    "call-start",
+    "get-tuple-element",
+    "while",
+    "conditional",
+    "optimization-barrier",
+    "opt-barrier",
+    "call",
+)
+_IN_ORDER = (
+    *BY_ELEMENT,
+    *_UNNOTED,
+    *("reshape", "bitcast", "copy-start", "copy-done", "parameter", "async-done", "async-update"),
+    *("reduce-scatter", "reduce-scatter-start", "all-reduce", "all-reduce-start", "broadcast", "collective-permute"),
+)
+"""These keep the elements of an array in their order."""
 _THROUGH = ("async-done", "async-update", "copy-done", *(f"{kind}-done" for kind in COLLECTIVES))
 
 
@@ -65,6 +93,8 @@ class Walk:
         """Return the result of one instruction; a fault, if it is wrong or no rule covers it."""
         try:
             result = self._line(line, operands, shapes)
+            if isinstance(result, Value) and line.opcode not in _IN_ORDER:
+                result = _reordered(result)
             if isinstance(result, Value) and line.opcode not in _UNNOTED:
                 return noted(line, [o for o in operands if isinstance(o, Value)], result, self.devices)
             return result
@@ -109,7 +139,9 @@ class Walk:
         opcode, devices = line.opcode, self.devices
         if any(not isinstance(operand, Value) for operand in operands):
             raise Unproved(f"no rule covers {opcode} of a tuple.")
-        if opcode in ("sort", "reduce", "custom-call", "rng-bit-generator", "scatter") and any(o.parts for o in operands):
+        if opcode in ("sort", "reduce", "custom-call", "rng-bit-generator", "scatter") and any(
+            o.parts for o in operands
+        ):
             raise Unproved(f"no rule covers {opcode} of a bucket of pieces with different layouts.")
         constant = all(operand.constant for operand in operands)
         if opcode == "sort":
@@ -134,7 +166,9 @@ class Walk:
 
     def reduction(self, name: str) -> str | None:
         """Return the reduction of a computation of two scalars, such as `add`; None for others."""
-        opcodes = [line.opcode for line in self.computations.get(name, ()) if line.opcode not in ("parameter", "convert")]
+        opcodes = [
+            line.opcode for line in self.computations.get(name, ()) if line.opcode not in ("parameter", "convert")
+        ]
         return opcodes[0] if len(opcodes) == 1 else None
 
     def _reduce(self, line: Line, operands: list[Value]) -> Result:
@@ -146,9 +180,7 @@ class Walk:
         removed = line.integers("dimensions")
         mixed = _indexing.along_whole(line, operands[:half], removed)
         kept = [i for i in range(len(mixed[0].shape)) if i not in removed]
-        results = tuple(
-            Value(tuple(v.shape[i] for i in kept), tuple(v.dims[i] for i in kept), v.hidden) for v in mixed
-        )
+        results = tuple(Value(tuple(v.shape[i] for i in kept), tuple(v.dims[i] for i in kept), v.hidden) for v in mixed)
         return results if line.shape.startswith("(") else results[0]
 
     def _custom_call(self, line: Line, operands: list[Value]) -> Result:
@@ -207,7 +239,9 @@ class Walk:
 
     def _conditional(self, line: Line, operands: Sequence[Result]) -> Result:
         keys = ["branch_computations", "true_computation", "false_computation"]
-        names = [name.strip(" %{}") for key in keys if key in line.attributes for name in line.attributes[key].split(",")]
+        names = [
+            name.strip(" %{}") for key in keys if key in line.attributes for name in line.attributes[key].split(",")
+        ]
         index = operands[0]
         results = [self.run(name, (operand,)) for name, operand in zip(names, operands[1:], strict=True)]
         if index.faults:
@@ -265,9 +299,7 @@ class Walk:
         if kind == "all-to-all":
             return self._by_part(value, lambda part: _collectives.exchanged(part, dim, groups))
         at, n = _collectives.position_in_group(groups), len(groups[0])
-        return self._by_part(
-            value, lambda part: _collectives.block(self._reduced(line, part, groups), dim, at, n)
-        )
+        return self._by_part(value, lambda part: _collectives.block(self._reduced(line, part, groups), dim, at, n))
 
     def _reduced(self, line: Line, value: Value, groups: Groups) -> Value:
         return _collectives.reduced_over(value, self.reduction(line.callee) or "?", groups, line.order)
@@ -313,7 +345,21 @@ _SPECIAL = {
     "gather": _indexing.gather,
     "convolution": convolution,
 }
-_IDENTITIES = ("Sharding", "MoveToHost", "MoveToDevice", "annotate_device_placement", "LayoutConstraint", "AssumeGatherIndicesInBound")
+_IDENTITIES = (
+    "Sharding",
+    "MoveToHost",
+    "MoveToDevice",
+    "annotate_device_placement",
+    "LayoutConstraint",
+    "AssumeGatherIndicesInBound",
+)
+
+
+def _reordered(value: Value) -> Value:
+    """Return a value of whose hidden dims the place in the array is unknown."""
+    if all(h.minor < 0 for h in value.hidden):
+        return value
+    return value._replace(hidden=tuple(h._replace(minor=-1) for h in value.hidden))
 
 
 def faulty(shape: str, faults: frozenset[Fault]) -> Result:

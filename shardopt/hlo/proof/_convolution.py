@@ -36,15 +36,17 @@ def convolution(line: Line, values: Sequence[Value], devices: int) -> Value:
             contracting.append((label, label))
         elif size[0] == 1 and (low, high) == (size[1] - 1,) * 2 and reversed_ and result == size[1] and stride == 1:
             free_right.append(label)
-        elif size[0] == size[1] == result == spread and stride == max(result - 1, 1) and (low, high, reversed_) == (0, 0, 0):
+        elif (
+            size[0] == size[1] == result == spread
+            and stride == max(result - 1, 1)
+            and (low, high, reversed_) == (0, 0, 0)
+        ):
             batch.append((label, label))
         else:
             raise Unproved("no rule covers a convolution that is no inner product.")
     left, left_labels = _without(left, left_labels, free_right)
     right, right_labels = _without(right, right_labels, free_left)
-    pairs = [
-        [(left_labels.index(a), right_labels.index(b)) for a, b in labels] for labels in (batch, contracting)
-    ]
+    pairs = [[(left_labels.index(a), right_labels.index(b)) for a, b in labels] for labels in (batch, contracting)]
     result = product(line, left, right, *pairs)
     taken = {i for pair in pairs for i, _ in pair}, {j for pair in pairs for _, j in pair}
     order = [label for label, _ in batch]

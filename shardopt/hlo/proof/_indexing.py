@@ -29,6 +29,7 @@ from shardopt.hlo.proof._value import (
     used,
     varies,
     whole,
+    with_element,
 )
 
 
@@ -55,12 +56,15 @@ def dynamic_slice(line: Line, values: Sequence[Value], devices: int) -> Value:
                 raise Unproved("it slices a dim that is made of several pieces.")
             dims[dim] = _sliced(dims[dim], local, size, first, 1)
             if size == 1:
-                hidden += [Hidden("dim", f.at, f.size, line.order) for f in dims[dim] if f.size > 1 and varies(f.at)]
+                for f in dims[dim]:
+                    if f.size > 1 and varies(f.at):
+                        hidden = list(with_element(tuple(hidden), Hidden("dim", f.at, f.size, line.order)))
                 dims[dim] = ()
             continue
         start = np.clip(start, 0, local - size)
         dims[dim], new = _own_block(dims[dim], local, size, start, line.order)
-        hidden += new
+        for element in new:
+            hidden = list(with_element(tuple(hidden), element))
     result, remaining = _elements_to_hidden(dims, merged_hidden([tuple(hidden)]), devices)
     return Value(line.dims, result, remaining, fill=value.fill)
 
@@ -106,15 +110,17 @@ def dynamic_update_slice(line: Line, values: Sequence[Value], devices: int) -> V
             same.append((dim, dim))
             continue
         start = _starts(index, devices)
-        by_device = start is not None and (start != start[0]).any()
-        if not by_device or not (base.zero and _covers(start, size, base.shape[dim])):
+        by_device = start is not None and bool((start != start[0]).any())
+        if start is None or not by_device or not (base.zero and _covers(start, size, base.shape[dim])):
             index_hidden += used(index.hidden, line.order)
             if not (is_whole(base.dims[dim]) and is_whole(update.dims[dim])):
                 dims[dim] = _updated_piece(base, update, dim, devices)
             else:
                 dims[dim] = whole(base.shape[dim], devices)
             continue
-        dims[dim], new, update = _padded(base.shape[dim], update, dim, np.clip(start, 0, base.shape[dim] - size), line, devices)
+        dims[dim], new, update = _padded(
+            base.shape[dim], update, dim, np.clip(start, 0, base.shape[dim] - size), line, devices
+        )
         padded.append(new)
     common, base, update = unify(base, update, same)
     result = tuple(common.get(i, dim) for i, dim in enumerate(dims))
@@ -141,10 +147,14 @@ def _updated_piece(base: Value, update: Value, dim: int, devices: int) -> Dim:
         (factor,) = factors
         blocks, at = factor.size // count, scaled(factor.at, 1, count)
         other = update if value is base else base
-        if other.zero or is_constant_along(other.dims[dim]) or (
-            len(other.dims[dim]) == 1
-            and other.dims[dim][0].size == blocks * other.shape[dim]
-            and scaled(other.dims[dim][0].at, 1, other.shape[dim]) is at
+        if (
+            other.zero
+            or is_constant_along(other.dims[dim])
+            or (
+                len(other.dims[dim]) == 1
+                and other.dims[dim][0].size == blocks * other.shape[dim]
+                and scaled(other.dims[dim][0].at, 1, other.shape[dim]) is at
+            )
         ):
             return (Factor(local, blocks * local, scaled(at, local)),)
     if size == 1:
@@ -155,7 +165,9 @@ def _updated_piece(base: Value, update: Value, dim: int, devices: int) -> Dim:
     raise Unproved("it writes a piece of a dim into another piece of it.")
 
 
-def _padded(local: int, update: Value, dim: int, start: np.ndarray, line: Line, devices: int) -> tuple[Dim, Hidden, Value]:
+def _padded(
+    local: int, update: Value, dim: int, start: np.ndarray, line: Line, devices: int
+) -> tuple[Dim, Hidden, Value]:
     """Every device writes its piece into zeros, at its place: the sum over devices is the whole array."""
     size = update.shape[dim]
     at = Positions.of(start)
@@ -200,12 +212,7 @@ def gather(line: Line, values: Sequence[Value], devices: int) -> Value:
                 raise Unproved(f"it looks up elements of dim {dim}, of which each device holds a piece.")
             rows, indices = own_rows(operand, dim, indices, line.order)
     batch_dims = iter([by_indices.get(j, indices.dims[j]) for j in batch])
-    window_dims = iter(
-        [
-            operand.dims[i] if sizes[i] == operand.shape[i] else whole(sizes[i], devices)
-            for i in window
-        ]
-    )
+    window_dims = iter([operand.dims[i] if sizes[i] == operand.shape[i] else whole(sizes[i], devices) for i in window])
     dims = [next(window_dims) if i in offset_dims else next(batch_dims) for i in range(len(line.dims))]
     for i in window:
         if i not in starts and sizes[i] != operand.shape[i] and not is_whole(operand.dims[i]):

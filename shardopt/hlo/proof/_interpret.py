@@ -10,22 +10,22 @@ from typing import Any
 
 import numpy as np
 
+from shardopt.hlo._hlo_text import Instruction, Module, attributes, operands, parse
+from shardopt.hlo._program import header_count
 from shardopt.hlo.proof import _interpret_collectives as collectives
-from shardopt.hlo._hlo_text import Instruction, Module, attributes, elements, operands, parse
 from shardopt.hlo.proof._interpret_collectives import Devices
 from shardopt.hlo.proof._interpret_numpy import (
-    BINARY,
     CUSTOM_CALLS,
     UFUNCS,
     Line,
     elementwise,
+    iota,
     reduce_rows,
     reduce_window,
     scatter,
     shaped,
 )
 from shardopt.hlo.proof._interpret_shards import cut, error_between, join, read_literal, read_shape
-from shardopt.hlo._program import header_count
 
 Value = Any
 """An array [devices, ...local shape], or a tuple of values."""
@@ -49,19 +49,6 @@ def interpret(program: str | Module, inputs: Sequence[np.ndarray]) -> list[np.nd
 
     Raises:
       CannotInterpretError: if it cannot interpret an instruction, with the instruction and the reason.
-
-    Example:
-      >>> text = '''HloModule m, num_partitions=2
-      ... add { a = f32[] parameter(0)
-      ...   b = f32[] parameter(1)
-      ...   ROOT s = f32[] add(a, b)
-      ... }
-      ... ENTRY main {
-      ...   x = f32[1]{0} parameter(0)
-      ...   ROOT y = f32[1]{0} all-reduce(x), channel_id=1, replica_groups={{0,1}}, use_global_device_ids=true, to_apply=add
-      ... }'''.replace("add {", "add {\\n")
-      >>> interpret(text, [np.array([[1.0], [2.0]], np.float32)])[0].tolist()
-      [[3.0], [3.0]]
     """
     return Interpreter(parse(program) if isinstance(program, str) else program).run(inputs)
 
@@ -112,7 +99,9 @@ class Interpreter:
 
     def __post_init__(self) -> None:
         """Read the number of devices."""
-        self.replicas, self.partitions = (header_count(self.module.header, key) for key in ("replica_count", "num_partitions"))
+        self.replicas, self.partitions = (
+            header_count(self.module.header, key) for key in ("replica_count", "num_partitions")
+        )
 
     @property
     def devices(self) -> Devices:
@@ -137,7 +126,9 @@ class Interpreter:
         for line, value in zip(self.parameters, inputs, strict=True):
             shape = read_shape(line.shape)
             if value.shape != (self.replicas * self.partitions, *shape.dims) or value.dtype != shape.dtype:
-                raise ValueError(f"interpret: {line.name} is {line.shape} on each device, got {value.dtype}{list(value.shape)}.")
+                raise ValueError(
+                    f"interpret: {line.name} is {line.shape} on each device, got {value.dtype}{list(value.shape)}."
+                )
         with np.errstate(all="ignore"):
             result = self.call(self.module.entry, self.devices, list(inputs))
         return list(result) if isinstance(result, tuple) else [result]
@@ -184,13 +175,16 @@ class Interpreter:
 
     def _step(self, instruction: Instruction, line: Line) -> Step:
         opcode = line.opcode
-        if operation := elementwise(line) or (shaped(line) if opcode != "iota" else None):
+        if operation := elementwise(line) or shaped(line):
             return lambda devices, values: operation(*values)
         if opcode == "iota":
-            operation = shaped(line)
-            return lambda devices, values: operation(len(devices.positions))
+            numbers = iota(line)
+            return lambda devices, values: numbers(len(devices.positions))
         if opcode == "constant":
-            literal = read_literal(instruction.rest.partition("), ")[0].rpartition(")")[0] or instruction.rest.partition(")")[0], line.result)
+            literal = read_literal(
+                instruction.rest.partition("), ")[0].rpartition(")")[0] or instruction.rest.partition(")")[0],
+                line.result,
+            )
             return lambda devices, values: np.broadcast_to(literal, (len(devices.positions), *literal.shape))
         builder = getattr(self, "_" + opcode.replace("-", "_"), None)
         if builder is None:
@@ -258,7 +252,11 @@ class Interpreter:
         is_boolean = line.operand(0).dtype == np.bool_
 
         def step(devices: Devices, values: list[Value]) -> Value:
-            which = ~values[0] * 1 if is_boolean else np.where((values[0] < 0) | (values[0] >= len(branches)), len(branches) - 1, values[0])
+            which = (
+                ~values[0] * 1
+                if is_boolean
+                else np.where((values[0] < 0) | (values[0] >= len(branches)), len(branches) - 1, values[0])
+            )
             result = None
             for branch in np.unique(which).tolist():
                 rows = np.flatnonzero(which == branch)
@@ -288,7 +286,9 @@ class Interpreter:
     def _named_combiner(self, line: Line) -> str:
         name = self._combiner(line)
         if name is None:
-            raise ValueError(f"its computation {line.attributes['to_apply']} is more than one of {', '.join(sorted(UFUNCS))}")
+            raise ValueError(
+                f"its computation {line.attributes['to_apply']} is more than one of {', '.join(sorted(UFUNCS))}"
+            )
         return name
 
     def _scalars(self, name: str, values: Sequence[np.ndarray]) -> Value:
@@ -361,6 +361,8 @@ class Interpreter:
         if target == "AllocateBuffer":
             shape = line.result
             return lambda devices, values: np.zeros((len(devices.positions), *shape.dims), shape.dtype)
+        if target == "AssumeGatherIndicesInBound":
+            return lambda devices, values: values[0]
         if target not in CUSTOM_CALLS:
             raise ValueError(f"the custom call {target} is not interpreted")
         operation = CUSTOM_CALLS[target](line)
@@ -393,7 +395,9 @@ class Interpreter:
 
     def _reduce_scatter(self, line: Line) -> Step:
         dim, reduction = line.dims("dimensions")[0], self._reduction(line)
-        return self._each("reduce-scatter", line, lambda value, rows: collectives.reduce_scatter(value, rows, dim, reduction))
+        return self._each(
+            "reduce-scatter", line, lambda value, rows: collectives.reduce_scatter(value, rows, dim, reduction)
+        )
 
     def _all_to_all(self, line: Line) -> Step:
         if "dimensions" in line.attributes:
@@ -403,7 +407,11 @@ class Interpreter:
         return lambda devices, values: collectives.exchange(values, devices.rows(groups))
 
     def _collective_broadcast(self, line: Line) -> Step:
-        return self._each("collective-broadcast", line, lambda value, rows: collectives.all_reduce(value, rows, lambda group: group[0]))
+        return self._each(
+            "collective-broadcast",
+            line,
+            lambda value, rows: collectives.all_reduce(value, rows, lambda group: group[0]),
+        )
 
     def _collective_permute(self, line: Line) -> Step:
         is_tuple = len(line.operand_shapes) > 1

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 from shardopt.hlo.proof._interpret_shards import Shape, from_memory, numbers, read_shape, to_memory
@@ -46,7 +46,11 @@ def _integer_divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _remainder(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return np.where(b == 0, a, np.fmod(a, np.where(b == 0, 1, b))).astype(a.dtype) if a.dtype.kind in "iu" else np.fmod(a, b)
+    return (
+        np.where(b == 0, a, np.fmod(a, np.where(b == 0, 1, b))).astype(a.dtype)
+        if a.dtype.kind in "iu"
+        else np.fmod(a, b)
+    )
 
 
 def _shift(a: np.ndarray, b: np.ndarray, shift: Callable, *, signed: bool, fill: Callable) -> np.ndarray:
@@ -77,8 +81,10 @@ def _erf(a: np.ndarray) -> np.ndarray:
     return erf(a.astype(np.float64)).astype(a.dtype)
 
 
-def _nan_maximum(pick: Callable) -> Operation:
-    return lambda a, b: pick(a, b)
+def _high_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    if a.dtype != np.uint32:
+        raise ValueError(f"the high half of products of {a.dtype} is not computed")
+    return (a.astype(np.uint64) * b.astype(np.uint64) >> np.uint64(32)).astype(a.dtype)
 
 
 UNARY: dict[str, Operation] = {
@@ -120,18 +126,26 @@ BINARY: dict[str, Operation] = {
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
     "atan2": np.arctan2,
+    "mulhi": _high_product,
     "shift-left": lambda a, b: _shift(a, b, np.left_shift, signed=False, fill=_zero),
     "shift-right-logical": lambda a, b: _shift(a, b, np.right_shift, signed=False, fill=_zero),
     "shift-right-arithmetic": lambda a, b: _shift(a, b, np.right_shift, signed=True, fill=_sign_bits),
 }
-COMPARE = {"EQ": np.equal, "NE": np.not_equal, "LT": np.less, "LE": np.less_equal, "GT": np.greater, "GE": np.greater_equal}
+COMPARE = {
+    "EQ": np.equal,
+    "NE": np.not_equal,
+    "LT": np.less,
+    "LE": np.less_equal,
+    "GT": np.greater,
+    "GE": np.greater_equal,
+}
 UFUNCS = {"add": np.add, "multiply": np.multiply, "maximum": np.maximum, "minimum": np.minimum}
 UFUNCS |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 
 
 def reduce_rows(ufunc: Any, value: np.ndarray, axis: int | tuple[int, ...]) -> np.ndarray:
     """Reduce axes, sums of short floats in fp32."""
-    if value.dtype == ml_dtypes.bfloat16 or value.dtype == np.float16:
+    if value.dtype == jnp.dtype("bfloat16").type or value.dtype == np.float16:
         return ufunc.reduce(value.astype(np.float32), axis=axis).astype(value.dtype)
     return ufunc.reduce(value, axis=axis, dtype=value.dtype)
 
@@ -154,7 +168,8 @@ def elementwise(line: Line) -> Operation | None:
     if opcode == "clamp":
         return lambda low, value, high: np.minimum(np.maximum(value, _spread(low, value)), _spread(high, value))
     if opcode == "convert":
-        return lambda value: _convert(value, dtype)
+        target = line.result.dtype
+        return lambda value: _convert(value, target)
     if opcode == "reduce-precision":
         return _reduce_precision(line)
     return None
@@ -184,13 +199,20 @@ def _convert(value: np.ndarray, dtype: np.dtype) -> np.ndarray:
         whole = np.trunc(np.nan_to_num(value.astype(np.float64), nan=0.0, posinf=np.inf, neginf=-np.inf))
         inside = np.clip(whole, float(limits.min), float(limits.max))
         result = np.where(np.abs(inside) < 2.0**53, inside, 0).astype(dtype)
-        return np.where(whole >= limits.max, limits.max, np.where(whole <= limits.min, limits.min, result)).astype(dtype)
+        return np.where(whole >= limits.max, limits.max, np.where(whole <= limits.min, limits.min, result)).astype(
+            dtype
+        )
     return value.astype(dtype)
 
 
 def _reduce_precision(line: Line) -> Operation:
     widths = (int(line.attributes["exponent_bits"]), int(line.attributes["mantissa_bits"]))
-    types = {(8, 7): ml_dtypes.bfloat16, (5, 10): np.float16, (8, 23): np.float32, (5, 2): ml_dtypes.float8_e5m2}
+    types = {
+        (8, 7): jnp.dtype("bfloat16").type,
+        (5, 10): np.float16,
+        (8, 23): np.float32,
+        (5, 2): jnp.dtype("float8_e5m2").type,
+    }
     if widths not in types:
         raise ValueError(f"floats of {widths[0]} and {widths[1]} bits have no type in numpy")
     return lambda value: value.astype(types[widths]).astype(value.dtype)
@@ -220,7 +242,9 @@ def _bitcast_convert(line: Line) -> Operation:
 
     def apply(value: np.ndarray) -> np.ndarray:
         wider = target.dtype.itemsize > value.dtype.itemsize
-        value = np.ascontiguousarray(value if wider or value.dtype.itemsize == target.dtype.itemsize else value[..., None])
+        value = np.ascontiguousarray(
+            value if wider or value.dtype.itemsize == target.dtype.itemsize else value[..., None]
+        )
         return value.view(target.dtype).reshape(len(value), *target.dims)
 
     return apply
@@ -271,7 +295,8 @@ def _pad(line: Line) -> Operation:
     return apply
 
 
-def _iota(line: Line) -> Operation:
+def iota(line: Line) -> Operation:
+    """Return counts along a dim, for a number of devices."""
     shape, dim = line.result, int(line.attributes.get("iota_dimension", "0"))
     sizes = [size if d == dim else 1 for d, size in enumerate(shape.dims)]
     values = np.broadcast_to(np.arange(shape.dims[dim]).astype(shape.dtype).reshape(sizes), shape.dims)
@@ -329,7 +354,9 @@ def _dot(line: Line) -> Operation:
     lf = [d for d in range(len(lhs.dims)) if d not in (*lb, *lc)]
     rf = [d for d in range(len(rhs.dims)) if d not in (*rb, *rc)]
     batch = [lhs.dims[d] for d in lb]
-    m, k, n = (math.prod(sizes) for sizes in ([lhs.dims[d] for d in lf], [lhs.dims[d] for d in lc], [rhs.dims[d] for d in rf]))
+    m, k, n = (
+        math.prod(sizes) for sizes in ([lhs.dims[d] for d in lf], [lhs.dims[d] for d in lc], [rhs.dims[d] for d in rf])
+    )
     wide = np.float32 if result.dtype.kind not in "iufc" or result.dtype == np.float16 else result.dtype
 
     def apply(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -342,7 +369,7 @@ def _dot(line: Line) -> Operation:
 
 def _convolution(line: Line) -> Operation:
     lhs_labels, kernel_labels, out_labels = re.split("_|->", line.attributes["dim_labels"])
-    spatial = [label for label in lhs_labels if label.isdigit()]
+    spatial = sorted(label for label in lhs_labels if label.isdigit())
     window = dict(part.split("=") for part in line.attributes.get("window", "{}").strip("{}").split())
 
     def of_window(key: str, default: str) -> list[str]:
@@ -374,7 +401,9 @@ def _convolution(line: Line) -> Operation:
             at = tuple(
                 size - 1 - i if back else i for i, size, back in zip(place, kernel.shape[3:], backwards, strict=True)
             )
-            total += np.einsum("nbf...,nfo->nbo...", value[(..., *window)], kernel[(slice(None),) * 3 + at], optimize=True)
+            total += np.einsum(
+                "nbf...,nfo->nbo...", value[(..., *window)], kernel[(slice(None),) * 3 + at], optimize=True
+            )
         order = [0, *(1 + ["b", "f", *spatial].index(label) for label in out_labels)]
         return total.transpose(order).astype(result.dtype)
 
@@ -445,7 +474,10 @@ def _gather(line: Line) -> Operation:
 
     def apply(value: np.ndarray, indexes: np.ndarray) -> np.ndarray:
         starts = dims.places(value.shape[1:], indexes, lengths)
-        starts = [np.clip(start, 0, size - length) for start, size, length in zip(starts, value.shape[1:], lengths, strict=True)]
+        starts = [
+            np.clip(start, 0, size - length)
+            for start, size, length in zip(starts, value.shape[1:], lengths, strict=True)
+        ]
         result = value[tuple(dims.expand(starts, lengths))]
         outer = iter(range(1, rank - len(dims.window) + 1))
         inner = {dim: rank - len(dims.window) + 1 + place for place, dim in enumerate(dims.window)}
@@ -510,7 +542,9 @@ def reduce_window(line: Line, combine: str) -> Operation:
     def apply(value: np.ndarray, initial: np.ndarray) -> np.ndarray:
         shape = [size + low + high for size, (low, high) in zip(value.shape[1:], pads, strict=True)]
         wide = np.broadcast_to(_spread(initial, value), (len(value), *shape)).copy()
-        wide[(slice(None), *(slice(low, low + size) for size, (low, _) in zip(value.shape[1:], pads, strict=True)))] = value
+        wide[(slice(None), *(slice(low, low + size) for size, (low, _) in zip(value.shape[1:], pads, strict=True)))] = (
+            value
+        )
         views = np.lib.stride_tricks.sliding_window_view(wide, sizes, tuple(range(1, value.ndim)))
         views = views[(slice(None), *(slice(None, None, stride) for stride in strides))]
         reduced = reduce_rows(UFUNCS[combine], views, tuple(range(value.ndim, 2 * value.ndim - 1)))
@@ -543,7 +577,8 @@ def geqrf(line: Line) -> Operation:
 
     def apply(value: np.ndarray) -> tuple[np.ndarray, ...]:
         matrices = value.reshape(-1, *value.shape[-2:])
-        results = [(lapack.dgeqrf if value.dtype == np.float64 else lapack.sgeqrf)(matrix)[:2] for matrix in matrices]
+        (geqrf_of,) = lapack.get_lapack_funcs(("geqrf",), (value,))
+        results = [geqrf_of(matrix)[:2] for matrix in matrices]
         factors, taus = (np.stack(parts) for parts in zip(*results, strict=True))
         return factors.reshape(value.shape), taus.reshape(*value.shape[:-2], -1)
 
@@ -556,11 +591,10 @@ def orgqr(line: Line) -> Operation:
 
     def apply(value: np.ndarray, taus: np.ndarray) -> np.ndarray:
         matrices, rows = value.reshape(-1, *value.shape[-2:]), taus.reshape(-1, taus.shape[-1])
-        function = lapack.dorgqr if value.dtype == np.float64 else lapack.sorgqr
+        (function,) = lapack.get_lapack_funcs(("orgqr",), (value,))
         return np.stack([function(m, t)[0] for m, t in zip(matrices, rows, strict=True)]).reshape(value.shape)
 
     return apply
-
 
 
 CUSTOM_CALLS: dict[str, Callable[[Line], Operation]] = {"TopK": top_k}
@@ -593,10 +627,10 @@ _SHAPED: dict[str, Callable[[Line], Operation]] = {
     "dynamic-slice": _dynamic_slice,
     "dynamic-update-slice": _dynamic_update_slice,
     "gather": _gather,
-    "iota": _iota,
     "pad": _pad,
     "reshape": _reshape,
     "reverse": _reverse,
     "slice": _slice,
+    "slice-start": _slice,
     "transpose": _transpose,
 }

@@ -5,16 +5,25 @@ import re
 from functools import cache
 from typing import NamedTuple
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 from shardopt.hlo._collective import read_groups
 
-_NUMPY = {"pred": np.bool_, "f16": np.float16, "f32": np.float32, "f64": np.float64, "bf16": ml_dtypes.bfloat16}
-_NUMPY |= {f"{kind}{bits}": np.dtype(f"{name}{bits}") for kind, name in (("s", "int"), ("u", "uint")) for bits in (8, 16, 32, 64)}
-_NUMPY |= {"s4": ml_dtypes.int4, "u4": ml_dtypes.uint4, "c64": np.complex64, "c128": np.complex128}
-_NUMPY |= {name: getattr(ml_dtypes, f"float8_{name[2:]}") for name in ("f8e4m3fn", "f8e5m2", "f8e4m3b11fnuz", "f8e4m3", "f8e3m4", "f8e8m0fnu")}
-_ARRAY = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<dims>[\d,]*)\](?:\{(?P<order>[\d,]*)(?::(?:T\((?P<tile>[\d,]+)\))?[^}]*)?\})?$")
+_NUMPY = {"pred": np.bool_, "f16": np.float16, "f32": np.float32, "f64": np.float64, "bf16": jnp.dtype("bfloat16").type}
+_NUMPY |= {
+    f"{kind}{bits}": np.dtype(f"{name}{bits}")
+    for kind, name in (("s", "int"), ("u", "uint"))
+    for bits in (8, 16, 32, 64)
+}
+_NUMPY |= {"s4": jnp.dtype("int4").type, "u4": jnp.dtype("uint4").type, "c64": np.complex64, "c128": np.complex128}
+_NUMPY |= {
+    name: jnp.dtype(f"float8_{name[2:]}").type
+    for name in ("f8e4m3fn", "f8e5m2", "f8e4m3b11fnuz", "f8e4m3", "f8e3m4", "f8e8m0fnu")
+}
+_ARRAY = re.compile(
+    r"(?P<dtype>[a-z]\w*)\[(?P<dims>[\d,]*)\](?:\{(?P<order>[\d,]*)(?::(?:T\((?P<tile>[\d,]+)\))?[^}]*)?\})?$"
+)
 
 
 class Shape(NamedTuple):
@@ -88,7 +97,9 @@ def from_memory(flat: np.ndarray, shape: Shape) -> np.ndarray:
         value = flat.reshape(len(flat), *outer, *inner)
         value = value.transpose(0, *(axis for dim in range(1, dims + 1) for axis in (dim, dim + dims)))
         value = value.reshape(len(flat), *(a * b for a, b in zip(outer, inner, strict=True)))
-        value = value[(slice(None), *(slice(0, size - pad) for size, pad in zip(value.shape[1:], padding, strict=True)))]
+        value = value[
+            (slice(None), *(slice(0, size - pad) for size, pad in zip(value.shape[1:], padding, strict=True)))
+        ]
         flat = value
     value = flat.reshape(len(flat), *physical)
     return value.transpose(0, *(1 + tuple(reversed(shape.order)).index(dim) for dim in range(len(shape.dims))))
@@ -133,7 +144,9 @@ def cut(value: np.ndarray, sharding: str, devices: int) -> np.ndarray:
     """Return the shards of a whole array, [devices, ...]."""
     places = tile_of_device(sharding, value.ndim, devices)
     sizes = [size // tiles for size, tiles in zip(value.shape, places[-1], strict=True)]
-    windows = [tuple(slice(i * size, (i + 1) * size) for i, size in zip(place, sizes, strict=True)) for place in places[:-1]]
+    windows = [
+        tuple(slice(i * size, (i + 1) * size) for i, size in zip(place, sizes, strict=True)) for place in places[:-1]
+    ]
     return np.stack([value[window] for window in windows])
 
 

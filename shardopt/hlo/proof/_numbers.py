@@ -64,7 +64,9 @@ def literal(line: Line, devices: int) -> Value:
         else:
             numbers = None
         if numbers is not None:
-            array = np.broadcast_to(np.array(numbers, DTYPES[dtype]).reshape(shape if len(numbers) == size else ()), shape)
+            array = np.broadcast_to(
+                np.array(numbers, DTYPES[dtype]).reshape(shape if len(numbers) == size else ()), shape
+            )
             return known(array[None], devices, line.order)
         if len(set(numbers_text)) == 1 and re.fullmatch(r"-?[\d.]+(e[+-]?\d+)?", numbers_text[0]):
             return Value(

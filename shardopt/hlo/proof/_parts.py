@@ -3,14 +3,40 @@
 from collections.abc import Callable, Sequence
 
 from shardopt.hlo.proof._lines import Line, numbers
-from shardopt.hlo.proof._value import Factor, Unproved, Value, is_constant_along, same_everywhere, scaled
+from shardopt.hlo.proof._value import Factor, Unproved, Value, is_constant_along
 
 Apply = Callable[[Line, Sequence[Value], int], Value]
 
-BY_ELEMENT = set(
-    "add subtract multiply divide maximum minimum negate convert copy select compare and or not abs sign sqrt rsqrt "
-    "exponential log tanh power floor ceil round-nearest-even clamp reduce-precision is-finite".split()
-)
+BY_ELEMENT = {
+    "add",
+    "subtract",
+    "multiply",
+    "divide",
+    "maximum",
+    "minimum",
+    "negate",
+    "convert",
+    "copy",
+    "select",
+    "compare",
+    "and",
+    "or",
+    "not",
+    "abs",
+    "sign",
+    "sqrt",
+    "rsqrt",
+    "exponential",
+    "log",
+    "tanh",
+    "power",
+    "floor",
+    "ceil",
+    "round-nearest-even",
+    "clamp",
+    "reduce-precision",
+    "is-finite",
+}
 
 
 def as_parts(values: Sequence[Value], dim: int, line: Line) -> Value:
@@ -40,7 +66,11 @@ def by_parts(line: Line, values: Sequence[Value], devices: int, apply: Apply) ->
         return Value(line.dims, value.dims, parts=tuple(results))
     if line.opcode == "slice":
         bounds = [numbers(part) for part in line.attributes["slice"].strip("{}").split("]") if numbers(part)]
-        if any((start, stop) != (0, n) for i, ((start, stop, *_), n) in enumerate(zip(bounds, value.shape, strict=True)) if i != dim):
+        if any(
+            (start, stop) != (0, n)
+            for i, ((start, stop, *_), n) in enumerate(zip(bounds, value.shape, strict=True))
+            if i != dim
+        ):
             raise Unproved("it slices a bucket along another dim.")
         start, stop, *stride = bounds[dim]
         return sliced(value, start, stop, line, devices, apply) if stride in ([], [1]) else _refuse(line)
@@ -70,7 +100,11 @@ def _split(other: Value, value: Value, dim: int) -> list[Value]:
     return [
         other._replace(
             shape=part.shape,
-            dims=(*other.dims[:dim], tuple(f._replace(local=part.shape[dim]) for f in other.dims[dim][:1] if part.shape[dim] != 1), *other.dims[dim + 1 :]),
+            dims=(
+                *other.dims[:dim],
+                tuple(f._replace(local=part.shape[dim]) for f in other.dims[dim][:1] if part.shape[dim] != 1),
+                *other.dims[dim + 1 :],
+            ),
             data=None,
         )
         for part in parts

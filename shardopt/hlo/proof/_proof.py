@@ -24,6 +24,15 @@ class Problem(NamedTuple):
     missing: str
     hlo: str
 
+    def __str__(self) -> str:
+        """Return the instruction, its place, the groups and what is missing, then the instructions around it."""
+        axes = "" if not self.axes else f" over {' x '.join(self.axes)}"
+        shown = ", ".join(map(str, self.groups[:4])) + (", ..." if len(self.groups) > 4 else "")
+        groups = f", devices {shown}" if self.groups else ""
+        lines = [f"{self.instruction} ({self.opcode}){axes}{groups}: {self.missing}"]
+        lines += [f"  from {self.source}"] if self.source else []
+        return "\n".join([*lines, self.hlo])
+
 
 class Unknown(NamedTuple):
     """An instruction for which no rule holds.
@@ -37,6 +46,14 @@ class Unknown(NamedTuple):
     instruction: str
     opcode: str
     reason: str
+
+    def __str__(self) -> str:
+        """Return one line."""
+        return f"{self.instruction} ({self.opcode}): {self.reason}"
+
+
+MAX_SHOWN = 8
+"""So many unknown instructions are printed."""
 
 
 class Proof(NamedTuple):
@@ -53,3 +70,16 @@ class Proof(NamedTuple):
     problem: Problem | None
     unknown: tuple[Unknown, ...]
     num_instructions: int
+
+    def __str__(self) -> str:
+        """Return the verdict with the problem, or with the first unknown instructions."""
+        if self.problem is not None:
+            return f"wrong: {self.problem}"
+        if not self.unknown:
+            return f"proved: all results of {self.num_instructions:,} instructions have their declared shardings."
+        shown = [f"  {unknown}" for unknown in self.unknown[:MAX_SHOWN]]
+        more = len(self.unknown) - MAX_SHOWN
+        lines = [*shown, *([f"  and {more} more"] if more > 0 else [])]
+        return "\n".join(
+            [f"unknown: no rule covers {len(self.unknown)} of {self.num_instructions:,} instructions.", *lines]
+        )

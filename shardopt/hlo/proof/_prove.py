@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, Sharding
@@ -11,11 +12,12 @@ from shardopt.core._errors import format_error
 from shardopt.hlo._hlo_text import parse
 from shardopt.hlo.proof._computations import Result, Walk
 from shardopt.hlo.proof._lines import array_shape, leaves, read_lines
-from shardopt.hlo.proof._proof import Problem, Proof, Unknown
+from shardopt.hlo.proof._proof import Proof, Unknown
 from shardopt.hlo.proof._report import describe
 from shardopt.hlo.proof._shardings import sharded
+from shardopt.hlo.proof._text import full_text
 from shardopt.hlo.proof._value import (
-    Factor,
+    INPUT,
     Fault,
     Hidden,
     Unproved,
@@ -26,39 +28,82 @@ from shardopt.hlo.proof._value import (
 )
 
 
+class Source(NamedTuple):
+    """What a proof reads of a compiled program: its text with all constants, and the shardings around it."""
+
+    text: str
+    inputs: tuple[Sharding, ...] | None
+    outputs: tuple[Sharding, ...] | None
+
+    def __repr__(self) -> str:
+        """Return a short text: the text of a program is long."""
+        return f"Source({len(self.text):,} characters)"
+
+
+def source_of(compiled: Compiled) -> Source:
+    """Return what a proof reads of a compiled program."""
+    inputs, outputs = (tuple(jax.tree.leaves(s)) for s in (compiled.input_shardings, compiled.output_shardings))
+    return Source(full_text(compiled), inputs, outputs)
+
+
 def prove(
-    program: Compiled | str,
+    program: Compiled | Source | str,
     *,
     inputs: Sequence[Sharding | str] | None = None,
     outputs: Sequence[Sharding | str] | None = None,
     mesh: Mesh | Mapping[str, int] | None = None,
 ) -> Proof:
-    """Derive for every value of a partitioned program what each device holds.
+    """Derive for every value of a partitioned program what each device holds: pieces, copies or terms of a sum.
 
     Args:
       program: a compiled program, or the text of an optimised, partitioned HLO module.
       inputs: one sharding per parameter of the entry computation, flat: a jax sharding, or the text of an HLO sharding
         such as `{devices=[8,1]<=[8]}` or `{replicated}`. By default those of the `Compiled`, or of the text's parameters.
       outputs: one sharding per array of the result, flat. By default those of the `Compiled`.
-      mesh: names of the axes, for the report.
+      mesh: names of the axes, for the report. By default those of the first `NamedSharding`.
+
+    Returns:
+      A `Proof`: `.verdict`, `.problem`, `.unknown`; `print` shows it.
+
+    Raises:
+      ValueError: if a text comes without the shardings of its parameters or results, or with another number of them.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax.sharding import NamedSharding, PartitionSpec as P
+      >>> import shardopt as so
+      >>> mesh = so.make_mesh(data=8)
+      >>> total = jax.jit(lambda x: x.sum(0), out_shardings=NamedSharding(mesh, P()))
+      >>> rows = jax.ShapeDtypeStruct((16, 4), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+      >>> prove(total.lower(rows).compile()).verdict
+      'proved'
+
+    Note:
+      "proved" means: with its collectives taken away, and its instructions applied to whole arrays, the program computes
+      the same results, up to the order of sums. It does not say that this is the function that was written: a wrong
+      constant stays wrong. `docs/compiled_proof.md` says what else is not proved.
     """
-    text = program if isinstance(program, str) else program.as_text() or ""
-    if isinstance(program, Compiled):
-        inputs = jax.tree.leaves(program.input_shardings) if inputs is None else inputs
-        outputs = jax.tree.leaves(program.output_shardings) if outputs is None else outputs
-        known_mesh = next((s.mesh for s in [*inputs, *outputs] if isinstance(s, NamedSharding)), None)
-        mesh = known_mesh if mesh is None else mesh  # type: ignore[assignment]
+    source = source_of(program) if isinstance(program, Compiled) else program
+    if isinstance(source, Source):
+        inputs, outputs = inputs or source.inputs, outputs or source.outputs
+    text = source if isinstance(source, str) else source.text
+    named = next((s.mesh for s in [*(inputs or ()), *(outputs or ())] if isinstance(s, NamedSharding)), None)
+    mesh = named if mesh is None and isinstance(named, Mesh) else mesh
     module = parse(text)
     computations, instructions = read_lines(module)
     replicas, partitions = (_count(module.header, name) for name in ("replica_count", "num_partitions"))
     devices = replicas * partitions
     entry = computations[module.entry]
-    parameters = sorted((line for line in entry if line.opcode == "parameter"), key=lambda l: int(l.rest.split(")")[0]))
-    if inputs is None:
+    parameters = sorted(
+        (line for line in entry if line.opcode == "parameter"), key=lambda line: int(line.rest.split(")")[0])
+    )
+    if inputs is None or (len(inputs) != len(parameters) and not isinstance(program, str)):
         inputs = [_written_sharding(line.rest, devices) for line in parameters]
     if len(inputs) != len(parameters):
         problem = f"the program has {len(parameters)} parameters, and {len(inputs)} shardings were passed."
-        raise ValueError(format_error("prove", problem, fix="pass one sharding per parameter of the entry computation."))
+        raise ValueError(
+            format_error("prove", problem, fix="pass one sharding per parameter of the entry computation.")
+        )
     arguments = tuple(
         sharded(sharding, array_shape(line.shape), devices) for line, sharding in zip(parameters, inputs, strict=True)
     )
@@ -141,18 +186,24 @@ def _left_over(hidden: Hidden, index: int, root: int, *, declared: bool) -> Faul
         )
         return Fault(False, origin, reason)
     if hidden.kind == "own":
-        return Fault(True, origin, "it uses the term of each device as if it were the whole sum, which is never taken.", groups)
-    if hidden.kind == "dim" and hidden.origin < 0:
+        return Fault(
+            True, origin, "it uses the term of each device as if it were the whole sum, which is never taken.", groups
+        )
+    if hidden.kind == "dim" and hidden.origin == INPUT:
         reason = (
             f"result {index} is declared to be the same on devices that hold different elements of an argument: right only "
             "if these elements are equal."
         )
         return Fault(False, root, reason)
     if hidden.kind == "dim":
-        return Fault(True, origin, f"result {index} is declared to be the same on devices that hold different elements.", groups)
+        return Fault(
+            True, origin, f"result {index} is declared to be the same on devices that hold different elements.", groups
+        )
     if hidden.kind == "device":
         return Fault(True, origin, f"result {index} depends on the number of the device.", groups)
-    return Fault(True, origin, f"result {index} is a partial {hidden.kind}: the reduction over these devices is missing.", groups)
+    return Fault(
+        True, origin, f"result {index} is a partial {hidden.kind}: the reduction over these devices is missing.", groups
+    )
 
 
 def _groups_of(hidden: Hidden) -> tuple[tuple[int, ...], ...]:

@@ -34,7 +34,13 @@ def _around(instruction: Instruction, module: Module) -> str:
     by_name = {line.name: line for line in lines}
     shown, edge = {instruction.name}, [instruction]
     for _ in range(3):
-        read = [by_name[o] for line in edge if line.opcode not in ("constant", "parameter") for o in operands(line) if o in by_name]
+        read = [
+            by_name[o]
+            for line in edge
+            if line.opcode not in ("constant", "parameter")
+            for o in operands(line)
+            if o in by_name
+        ]
         edge = [line for line in read if line.name not in shown]
         shown |= {line.name for line in edge}
     shown |= {line.name for line in lines if instruction.name in operands(line)}

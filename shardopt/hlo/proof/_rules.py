@@ -20,7 +20,6 @@ from shardopt.hlo.proof._value import (
     Wrong,
     added,
     all_multiples,
-    cut,
     determines,
     is_constant_along,
     is_whole,
@@ -36,6 +35,7 @@ from shardopt.hlo.proof._value import (
     used,
     varies,
     whole,
+    with_element,
     without_known_devices,
 )
 
@@ -204,7 +204,9 @@ def _broadcast(line: Line, values: Sequence[Value], devices: int) -> Value:
     for source, target in enumerate(mapping):
         if value.shape[source] == line.dims[target]:
             dims[target] = value.dims[source]
-    return Value(line.dims, tuple(dims), value.hidden, fill=value.fill)
+    added_elements = math.prod(line.dims) != math.prod(value.shape)
+    hidden = tuple(h._replace(minor=-1) for h in value.hidden) if added_elements else value.hidden
+    return Value(line.dims, tuple(dims), hidden, fill=value.fill)
 
 
 def _reshape(line: Line, values: Sequence[Value], devices: int) -> Value:
@@ -239,9 +241,12 @@ def _transpose(line: Line, values: Sequence[Value], devices: int) -> Value:
 
 def transposed(value: Value, permutation: tuple[int, ...]) -> Value:
     """Return a value with its dims permuted."""
+    moved = [dim for dim in permutation if value.shape[dim] != 1]
+    same = moved == sorted(moved)
     return value._replace(
         shape=tuple(value.shape[dim] for dim in permutation),
         dims=tuple(value.dims[dim] for dim in permutation),
+        hidden=value.hidden if same else tuple(h._replace(minor=-1) for h in value.hidden),
         data=None,
     )
 
@@ -288,14 +293,18 @@ def _elements_to_hidden(
     dims: Sequence[Dim], hidden: tuple[Hidden, ...], devices: int
 ) -> tuple[tuple[Dim, ...], tuple[Hidden, ...]]:
     """Make factors with one element hidden."""
-    found = list(hidden)
+    found = hidden
     remaining = []
     for dim in dims:
         for factor in dim:
             if factor.local == 1 and factor.size > 1 and varies(factor.at):
-                found.append(Hidden("dim", factor.at, factor.size, -1))
+                found = with_element(found, Hidden("dim", factor.at, factor.size, SLICED))
         remaining.append(normal(tuple(factor for factor in dim if factor.local != 1)))
-    return tuple(remaining), merged_hidden([tuple(found)])
+    return tuple(remaining), merged_hidden([found])
+
+
+SLICED = -3
+"""The origin of dims of which a slice leaves one element on each device."""
 
 
 def _pad(line: Line, values: Sequence[Value], devices: int) -> Value:
@@ -416,7 +425,7 @@ def reduce(line: Line, value: Value, initial: Value, kind: str) -> Value:
 
 def _reduce_window(line: Line, values: Sequence[Value], devices: int) -> Value:
     """Return the rule of cumulative sums and pooling: a dim with a window must be whole."""
-    value, initial = values
+    value, _ = values
     window = dict(re.findall(r"(\w+)=(\S+)", line.attributes["window"].strip("{}")))
     dims = list(value.dims)
     for dim, size in enumerate(window["size"].split("x")):
@@ -469,11 +478,43 @@ def _check_heads(value: Value, other: Value, common: Sequence[int]) -> None:
                     raise Unproved(AMBIGUOUS)
 
 
-_ELEMENTWISE = (
-    "exponential exponential-minus-one log log-plus-one tanh logistic sqrt rsqrt cbrt power sine cosine tan abs sign "
-    "floor ceil round-nearest-even round-nearest-afz is-finite not xor compare atan2 remainder shift-left "
-    "shift-right-logical shift-right-arithmetic popcnt clz erf clamp mulhi stochastic-convert bitcast-convert"
-).split()
+_ELEMENTWISE = [
+    "exponential",
+    "exponential-minus-one",
+    "log",
+    "log-plus-one",
+    "tanh",
+    "logistic",
+    "sqrt",
+    "rsqrt",
+    "cbrt",
+    "power",
+    "sine",
+    "cosine",
+    "tan",
+    "abs",
+    "sign",
+    "floor",
+    "ceil",
+    "round-nearest-even",
+    "round-nearest-afz",
+    "is-finite",
+    "not",
+    "xor",
+    "compare",
+    "atan2",
+    "remainder",
+    "shift-left",
+    "shift-right-logical",
+    "shift-right-arithmetic",
+    "popcnt",
+    "clz",
+    "erf",
+    "clamp",
+    "mulhi",
+    "stochastic-convert",
+    "bitcast-convert",
+]
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE, _nonlinear),
     **dict.fromkeys(["add", "subtract", "complex"], _linear),

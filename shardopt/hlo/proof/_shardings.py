@@ -21,11 +21,11 @@ def sharded(sharding: Sharding | str, shape: tuple[int, ...], devices: int) -> V
             coordinates[:, device] = index
     dims: list[Dim] = []
     hidden = []
-    for size, count, at in zip(shape, tiles, coordinates, strict=True):
+    for dim, (size, count, at) in enumerate(zip(shape, tiles, coordinates, strict=True)):
         if size == 1:
             dims.append(())
             if count > 1:
-                hidden.append(Hidden("dim", Positions.of(at), count, -1))
+                hidden.append(Hidden("dim", Positions.of(at), count, -1, math.prod(shape[dim + 1 :])))
         else:
             dims.append((Factor(size, size * count, Positions.of(at * size)),))
     return Value(shape, tuple(dims), merged_hidden([tuple(hidden)]))
@@ -48,7 +48,7 @@ def _tiles(sharding: Sharding | str, ndim: int, devices: int) -> tuple[tuple[int
             return (1,) * ndim, np.arange(devices)
         sharding = str(sharding._to_xla_hlo_sharding(ndim))  # pyright: ignore
     text = sharding.strip()
-    if "replicated}" in text and "devices" not in text or "maximal" in text and devices == 1:
+    if ("replicated}" in text and "devices" not in text) or ("maximal" in text and devices == 1):
         return (1,) * ndim, np.arange(devices)
     match = _TILED.search(text)
     if not match:

@@ -1,5 +1,7 @@
 """The text of a compiled program with all of its constants."""
 
+from typing import Any
+
 from jax.stages import Compiled
 
 
@@ -8,9 +10,12 @@ def full_text(compiled: Compiled) -> str:
 
     `Compiled.as_text` leaves out the numbers of constants that have more than ten, such as the table of a schedule.
     """
-    from jaxlib import _hlo  # jax has no public name for it
+    text = compiled.as_text() or ""
+    if "constant({...})" not in text:
+        return text
+    from jaxlib import _hlo  # type: ignore[attr-defined]  # jax has no public name for it
 
-    modules = compiled.runtime_executable().hlo_modules()
+    executable: Any = compiled.runtime_executable()
     options = _hlo.HloPrintOptions()
     options.print_large_constants = True
-    return modules[0].to_string(options)
+    return executable.hlo_modules()[0].to_string(options)

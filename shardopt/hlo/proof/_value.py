@@ -7,7 +7,7 @@ one element, or a choice by the number of the device.
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ class Positions:
     """One whole number per device. Equal vectors are one object, so that they compare and hash fast."""
 
     __slots__ = ("array",)
-    _known: "dict[bytes, Positions]" = {}
+    _known: ClassVar[dict[bytes, "Positions"]] = {}
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -59,12 +59,14 @@ class Hidden(NamedTuple):
       at: the coordinate of each device.
       count: the number of coordinates that there are.
       origin: the index of the instruction that made it.
+      minor: for a dim, the number of elements of its array that are to its right; -1 if unknown.
     """
 
     kind: str
     at: Positions
-    count: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]
     origin: int
+    minor: int = -1
 
 
 class Fault(NamedTuple):
@@ -87,7 +89,7 @@ class Data:
     """Known numbers, `[1 or devices, *shape]`. Equal ones are one object."""
 
     __slots__ = ("array",)
-    _known: "dict[tuple[bytes, str, tuple[int, ...]], Data]" = {}
+    _known: ClassVar[dict[tuple[bytes, str, tuple[int, ...]], "Data"]] = {}
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -144,7 +146,7 @@ class Value(NamedTuple):
         return self._replace(**{"data": None, "fill": None, "note": None, **fields})  # type: ignore[arg-type]
 
 
-class Wrong(Exception):
+class Wrong(Exception):  # noqa: N818
     """An instruction is wrong."""
 
     def __init__(self, reason: str, groups: tuple[tuple[int, ...], ...] = ()) -> None:
@@ -152,7 +154,7 @@ class Wrong(Exception):
         self.reason, self.groups = reason, groups
 
 
-class Unproved(Exception):
+class Unproved(Exception):  # noqa: N818
     """No rule says what an instruction computes."""
 
     def __init__(self, reason: str) -> None:
@@ -161,6 +163,10 @@ class Unproved(Exception):
 
 
 REDUCTIONS = ("add", "maximum", "minimum", "and", "or", "multiply")
+INPUT = -1
+"""The origin of dims of which the program gets one element on each device."""
+SCATTERED = -2
+"""The origin of dims of which a collective leaves one element on each device."""
 _RANK = {"own": 4, **dict.fromkeys(REDUCTIONS, 3), "device": 2, "dim": 1}
 
 
@@ -314,7 +320,7 @@ def aligned(first: Dim, second: Dim) -> list[tuple[Factor, Factor]]:
     return pairs
 
 
-class _Mismatch(Exception):
+class _MismatchError(Exception):
     def __init__(self, left: Factor, right: Factor) -> None:
         super().__init__()
         self.factors = left, right
@@ -334,7 +340,7 @@ def unified(first: Dim, second: Dim) -> Dim:
         elif -1 in (a.size, b.size) and a.at is b.at:
             factors.append(a if b.size == -1 else b)
         else:
-            raise _Mismatch(a, b)
+            raise _MismatchError(a, b)
     return normal(tuple(factors))
 
 
@@ -348,7 +354,7 @@ def unify(first: Value, second: Value, dims: Iterable[tuple[int, int]]) -> tuple
         while True:
             try:
                 common[i] = unified(first.dims[i], second.dims[j])
-            except _Mismatch as mismatch:
+            except _MismatchError as mismatch:
                 a, b = mismatch.factors
                 if (revealed := _revealed(first, i, a, b)) is not None:
                     first = revealed
@@ -364,7 +370,7 @@ def unify(first: Value, second: Value, dims: Iterable[tuple[int, int]]) -> tuple
 
 
 def _revealed(value: Value, dim: int, factor: Factor, other: Factor) -> Value | None:
-    """Return the value with a hidden dim as the major part of a whole dim, if that is the piece `other`."""
+    """Return the value with a whole dim as the piece `other`, if it depends on the device as that piece does."""
     if factor.size != factor.local or other.size <= other.local or len(value.dims[dim]) != 1:
         return None
     if other.size % other.local or not all_multiples(other.at, other.local):
@@ -372,6 +378,8 @@ def _revealed(value: Value, dim: int, factor: Factor, other: Factor) -> Value | 
     at, count = scaled(other.at, 1, other.local), other.size // other.local
     for hidden in value.hidden:
         same = hidden.kind == "dim" and hidden.at is at and hidden.count == count
+        if same and hidden.origin != SCATTERED:  # the rows of a batch are not the rows of a weight
+            raise Unproved("each device holds one element of a dim, which may or may not be the major part of another.")
         # numbers that each device made for its own rows, such as random ones, are rows of a whole array
         if same or (hidden.kind == "device" and determines([other.at], hidden.at)):
             remaining = tuple(h for h in value.hidden if h is not hidden)
@@ -386,6 +394,13 @@ def _piece(factor: Factor) -> str:
     starts = factor.at.array[:8].tolist()
     more = ", ..." if len(factor.at.array) > 8 else ""
     return f"{factor.local} of {factor.size if factor.size > 0 else 'all'} elements from {starts}{more}"
+
+
+def with_element(hidden: tuple[Hidden, ...], element: Hidden) -> tuple[Hidden, ...]:
+    """Return the coordinates with a dim of which each device now takes one element."""
+    if any(partition(h.at) is partition(element.at) and h.kind != "device" for h in hidden):
+        raise Unproved("each device takes its own element of a value that differs between the same devices already.")
+    return merged_hidden([(*hidden, element)])
 
 
 def merged_hidden(values: Iterable[tuple[Hidden, ...]]) -> tuple[Hidden, ...]:

@@ -17,7 +17,6 @@ DRAW = np.random.default_rng(0)
 BATCH = {name: DRAW.normal(size=(16, size)).astype(np.float32) for name, size in (("x", 6), ("y", 3))}
 
 
-
 def of_nnx():
     class Net(flax_nnx.Module):
         def __init__(self, rngs):
@@ -39,7 +38,11 @@ def of_linen():
 
     model = Net()
     params = model.init(jax.random.key(0), BATCH["x"])["params"]
-    return params, lambda params, batch: jnp.mean((model.apply({"params": params}, batch["x"]) - batch["y"]) ** 2), "kernel$"
+    return (
+        params,
+        lambda params, batch: jnp.mean((model.apply({"params": params}, batch["x"]) - batch["y"]) ** 2),
+        "kernel$",
+    )
 
 
 def of_haiku():
@@ -47,7 +50,11 @@ def of_haiku():
 
     network = haiku.without_apply_rng(haiku.transform(lambda x: haiku.Linear(3)(jnp.tanh(haiku.Linear(8)(x)))))
     params = network.init(jax.random.key(0), BATCH["x"])
-    return params, lambda params, batch: jnp.mean((network.apply(params, batch["x"]) - batch["y"]) ** 2), "linear(_1)?/w$"
+    return (
+        params,
+        lambda params, batch: jnp.mean((network.apply(params, batch["x"]) - batch["y"]) ** 2),
+        "linear(_1)?/w$",
+    )
 
 
 def is_node(leaf):

@@ -79,7 +79,9 @@ def test_the_base_is_needed_and_another_is_refused(folder, mesh_of):
         r"\w{32}\.\nFix: load the frozen parameters that it was trained on\.",
         str(error.value),
     )
-    with pytest.raises(so.errors.CheckpointError, match=r"step 4 in .* holds no frozen parameters: it has their hash, \w{32}\."):
+    with pytest.raises(
+        so.errors.CheckpointError, match=r"step 4 in .* holds no frozen parameters: it has their hash, \w{32}\."
+    ):
         so.restore(folder, opt, step=4)
     with pytest.raises(so.errors.CheckpointError, match="was trained on another base"):
         train(folder, mesh_of(data=2), 8, other)
@@ -92,9 +94,11 @@ def test_parameters_that_are_trained_are_stored(tmp_path, mesh_of):
         with pytest.raises(ValueError, match=re.escape(message)):
             so.fit(opt, first_state(opt), BATCHES, num_steps=2, checkpoints=checkpoints, progress=False)
     local = so.local_sgd(strategy(mesh_of(replica=2)), sync_every=2)
-    with so.Checkpoints(tmp_path, every=2, keep=1, hash_only=ADAPTED.frozen) as checkpoints:
-        with pytest.raises(ValueError, match="fit: checkpoints with hash_only cannot store the parameters of each replica"):
-            so.fit(local, first_state(local), BATCHES, num_steps=2, checkpoints=checkpoints, progress=False)
+    with (
+        so.Checkpoints(tmp_path, every=2, keep=1, hash_only=ADAPTED.frozen) as checkpoints,
+        pytest.raises(ValueError, match="fit: checkpoints with hash_only cannot store the parameters of each replica"),
+    ):
+        so.fit(local, first_state(local), BATCHES, num_steps=2, checkpoints=checkpoints, progress=False)
     for wrong, error in ((ADAPTED.frozen[0], TypeError), (["("], ValueError)):
         with pytest.raises(error, match="Checkpoints: hash_only"):
             so.Checkpoints(tmp_path, every=2, keep=1, hash_only=wrong)

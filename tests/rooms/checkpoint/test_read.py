@@ -46,7 +46,7 @@ def saved(tmp_path_factory, make_opt, new_params, steps_on):
     return at
 
 
-@pytest.mark.parametrize("source", tiered(PLACES, lambda place: place in ("fsdp-4x2", "zero1-4")))
+@pytest.mark.parametrize("source", tiered(PLACES, lambda place: place == "fsdp-4x2"))
 def test_same_place_goes_on_bit_for_bit(source, saved, make_opt, steps_on, same):
     folder, _, final = saved(source)
     strategy, sizes = PLACES[source]
@@ -69,10 +69,7 @@ def test_same_place_goes_on_bit_for_bit(source, saved, make_opt, steps_on, same)
             ("ddp-2x4", "fsdp-replica2x4"),
             ("fsdp-replica2x4", "fsdp-8"),
         ],
-        quick=lambda row: (
-            row
-            in (("zero1-4", "ddp-1"), ("fsdp-8", "fsdp-4x2"), ("fsdp-4x2", "ddp-2x4"), ("fsdp-replica2x4", "fsdp-8"))
-        ),
+        quick=lambda row: row in (("zero1-4", "ddp-1"), ("fsdp-4x2", "ddp-2x4"), ("fsdp-replica2x4", "fsdp-8")),
         fast=lambda row: row == ("fsdp-8", "zero1-4"),
     ),
 )

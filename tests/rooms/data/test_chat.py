@@ -72,12 +72,9 @@ def test_tokens_and_masks_are_those_of_transformers(name, kind, tmp_path):
 def refusal_of(folder, template, messages):
     """What the tokenizer says of a conversation."""
     tokenizer = opened(folder, template)
-    with pytest.raises(ValueError, match="from here") as error:
-        try:
-            tokenizer.tokens(messages)
-        except ValueError as reason:
-            raise ValueError(f"from here: {reason}") from reason
-    return str(error.value).removeprefix("from here: ")
+    with pytest.raises(ValueError, match=r"\w") as error:
+        tokenizer.tokens(messages)
+    return str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -91,12 +88,24 @@ def refusal_of(folder, template, messages):
             "so the tokens of the assistant are not known",
         ),
         ("{{ messages[0].content + 1 }}", SYSTEM, "the chat template fails: TypeError: can only concatenate str"),
-        ("{{ ''.__class__.__mro__ }}", SYSTEM, "the chat template refuses it: access to attribute '__class__' of 'str'"),
+        (
+            "{{ ''.__class__.__mro__ }}",
+            SYSTEM,
+            "the chat template refuses it: access to attribute '__class__' of 'str'",
+        ),
         ("{{ messages.append(1) }}", SYSTEM, "the chat template refuses it: access to attribute 'append' of 'list'"),
         ("{% set x = namespace(_a=1) %}", SYSTEM, "the chat template refuses it: a namespace cannot store '_a'"),
-        ("{% set x = namespace() %}{% set x._a = 1 %}", SYSTEM, "the chat template refuses it: a namespace cannot store '_a'"),
+        (
+            "{% set x = namespace() %}{% set x._a = 1 %}",
+            SYSTEM,
+            "the chat template refuses it: a namespace cannot store '_a'",
+        ),
         ("{% generation %}{% endgeneration %}all", SYSTEM, "no token is written by the assistant"),
-        (chats.marked(chats.CHATML), chats.chat("\ufdd0", "x"), "a message has a character that Unicode keeps for programs"),
+        (
+            chats.marked(chats.CHATML),
+            chats.chat("\ufdd0", "x"),
+            "a message has a character that Unicode keeps for programs",
+        ),
     ],
 )
 def test_a_conversation_that_a_template_cannot_write_is_refused(template, messages, message, tmp_path):
@@ -127,15 +136,25 @@ def test_a_template_file_comes_before_the_settings_and_another_before_both(tmp_p
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda folder: (folder / "tokenizer.json").unlink(), FileNotFoundError, "open_chat: {folder} has no tokenizer.json."),
-        (lambda folder: (folder / "tokenizer.json").write_text("{}"), ValueError, "open_chat: {folder}/tokenizer.json cannot be read"),
+        (
+            lambda folder: (folder / "tokenizer.json").unlink(),
+            FileNotFoundError,
+            "open_chat: {folder} has no tokenizer.json.",
+        ),
+        (
+            lambda folder: (folder / "tokenizer.json").write_text("{}"),
+            ValueError,
+            "open_chat: {folder}/tokenizer.json cannot be read",
+        ),
         (
             lambda folder: (folder / "tokenizer_config.json").write_text("{}"),
             FileNotFoundError,
             "open_chat: {folder} has no chat template: neither chat_template.jinja, nor 'chat_template' in tokenizer_config.json.",
         ),
         (
-            lambda folder: (folder / "tokenizer_config.json").write_text('{"chat_template": "x", "eos_token": "<none>"}'),
+            lambda folder: (folder / "tokenizer_config.json").write_text(
+                '{"chat_template": "x", "eos_token": "<none>"}'
+            ),
             ValueError,
             "open_chat: 1 special token of {folder}/tokenizer_config.json is not in tokenizer.json.\n  eos_token: '<none>'",
         ),

@@ -197,12 +197,13 @@ def test_a_stack_outside_of_a_block_model_has_one_owner_a_matrix(sizes, mesh_of,
     is_split = "tensor" in sizes
     assert {row.paths: (len(row.owners), row.state) for row in owners.rows} == {
         ("up",): (8, not is_split),
-        ("down",): (8, not is_split),
+        ("down",): (1 if is_split else 8, not is_split),  # the rule splits the dim that counts matrices
         ("mix",): (6, False),
         ("heads",): (1, False),
     }
-    compiled = opt.step.lower(opt.abstract_state(params), batches(1)[0]).compile()
-    assert audit(compiled).by_kind()["all-to-all"].wire_bytes == owners.bytes_sent
+    if not is_split:  # with tensor the partitioner has all-to-alls of its own
+        compiled = opt.step.lower(opt.abstract_state(params), batches(1)[0]).compile()
+        assert audit(compiled).by_kind()["all-to-all"].wire_bytes == owners.bytes_sent
     state, _ = opt.step(opt.init(params), batches(1)[0])
     _, expected = train(tx, stacks_loss, params, batches(1))
     assert relative_difference(state.params, expected) < 1e-10

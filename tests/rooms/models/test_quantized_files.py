@@ -32,7 +32,10 @@ def mxfp4(tmp_path):
     }
     for name, shape in shapes.items():
         if "self_attn" in name and len(shape) == 2:
-            shapes[name] = [64 if size == config["hidden_size"] and dim == ("o_proj" not in name) else size for dim, size in enumerate(shape)]
+            shapes[name] = [
+                64 if size == config["hidden_size"] and dim == ("o_proj" not in name) else size
+                for dim, size in enumerate(shape)
+            ]
         if name.endswith("o_proj.bias"):
             shapes[name] = [64]
     settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from support.layouts import SHAPE
+from support.tiers import tiered
 
 import shardopt as so
 from shardopt.models import _transformer as transformer
@@ -21,7 +22,7 @@ def refused(kind, message):
     return pytest.raises(kind, match=f"^{re.escape(message)}$")
 
 
-@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("gated", tiered([True, False], bool))
 def test_the_closed_form_is_the_trace(gated):
     shape = Transformer(
         "t", 64, 3, 8, 160, 256, 32, num_kv_heads=2, gated=gated, fused_attention=False, dtype=jnp.float32

@@ -43,6 +43,7 @@ def test_a_lost_sum_fails_the_row_of_its_strategy(monkeypatch):
     assert (report.exit_code, result.status) == (1, "failed")
     assert result.numbers["update_difference"] > 100 * result.numbers["tolerance"]
     assert result.detail.endswith(", on device 0 (cpu, process 0)")
+    assert result.numbers["wrong_program"].startswith("ddp: XLA compiled a wrong program.\n")
 
 
 @pytest.mark.parametrize(

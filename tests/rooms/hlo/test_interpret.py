@@ -1,0 +1,148 @@
+"""The interpreter of compiled programs equals XLA:CPU, refuses what it cannot interpret, and tells mutants apart."""
+
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from support.paths import ROOT
+
+from shardopt.hlo.proof import _interpret as interpreter
+from shardopt.hlo.proof import prove
+from shardopt.hlo.proof._interpret import CannotInterpretError, Interpreter, compare, interpret
+from shardopt.hlo.proof._text import full_text
+
+pytestmark = pytest.mark.fast
+
+SUM = """HloModule sum, num_partitions=2
+
+add {
+  a = f32[] parameter(0)
+  b = f32[] parameter(1)
+  ROOT s = f32[] add(a, b)
+}
+
+ENTRY main {
+  x = f32[2]{0} parameter(0), sharding={devices=[2]<=[2]}
+  ROOT y = f32[2]{0} all-reduce(x), channel_id=1, replica_groups={{0,1}}, use_global_device_ids=true, to_apply=add
+}
+"""
+
+
+@pytest.fixture
+def mutants(monkeypatch):
+    """Import the script of mutants, and forget it afterwards."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    yield __import__("mutants")
+    del sys.modules["mutants"]
+
+
+def per_device(x, ids):
+    """Use each collective, and the operations on arrays that have rules of their own."""
+    rank = lax.axis_index("d")
+    whole = lax.all_gather(x, "d", tiled=True)
+    moved = lax.ppermute(jnp.sin(x), "d", [(i, i + 1) for i in range(3)])
+    exchanged = lax.all_to_all(x, "d", split_axis=1, concat_axis=0, tiled=True)
+    scattered = lax.psum_scatter(whole @ x.T, "d", scatter_dimension=0, tiled=True)
+    looked_up = jnp.zeros((6, 8)).at[ids].add(x[:2] * 2)[ids[::-1]]
+    largest, places = lax.top_k(x, 3)
+    ordered = jnp.sort(x, axis=0) + lax.cumsum(x, axis=1)
+    chosen = lax.cond(rank % 2 == 0, lambda v: jnp.exp(v), lambda v: v * 3, x)
+    count, total = lax.while_loop(lambda s: s[0] < 2 + rank, lambda s: (s[0] + 1, s[1] * 1.5), (0, lax.psum(x, "d")))
+    window = lax.dynamic_slice(whole, (rank * 2, 1), (2, 5))
+    return moved, exchanged, scattered, looked_up, largest, places, ordered, chosen, count[None], total, window
+
+
+def test_equals_xla_on_four_devices_and_one_result_is_wrong_by_another_group():
+    mesh = Mesh(np.array(jax.devices()[:4]), ("d",), axis_types=(AxisType.Auto,))
+    f = jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=(P("d"), P("d")), out_specs=P("d"), check_vma=False))
+    draw = np.random.default_rng(0)
+    inputs = [draw.normal(size=(16, 8)).astype(np.float32), draw.permutation(6)[[0, 1] * 4].astype(np.int32)]
+    placed = [jax.device_put(value, NamedSharding(mesh, P("d"))) for value in inputs]
+    compiled = f.lower(*placed).compile()
+    expected = [np.asarray(value) for value in compiled(*placed)]
+    outputs = [f"{{devices=[{','.join(['4'] + ['1'] * (value.ndim - 1))}]<=[4]}}" for value in expected]
+    text = full_text(compiled)
+    assert max(compare(text, inputs, expected, outputs)) <= 1e-6
+    order = re.sub(r"(all-gather\(.*replica_groups=)(\{\{0,1,2,3\}\}|\[1,4\]<=\[4\])", r"\1{{1,0,2,3}}", text)
+    assert order != text
+    assert max(compare(order, inputs, expected, outputs)) > 0.1
+
+
+def test_a_sum_and_its_copies():
+    shards = np.array([[1, 2], [3, 4]], np.float32)
+    (total,) = interpret(SUM, [shards])
+    np.testing.assert_array_equal(total, [[4, 6], [4, 6]])
+    with pytest.raises(ValueError, match=re.escape("devices 0 and 1 should hold copies, and hold different numbers.")):
+        compare(SUM.replace("{{0,1}}", "{{0},{1}}"), [shards.ravel()], [shards[0]], ["{replicated}"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("all-reduce(x)", "rng-bit-generator(x)", "the opcode rng-bit-generator is not interpreted."),
+        ("{{0,1}}", "{{0}}", "its groups ((0,),) do not hold each device once."),
+        ("all-reduce(x)", 'custom-call(x), custom_call_target="kernel"', "the custom call kernel is not interpreted."),
+    ],
+)
+def test_refuses_with_the_instruction_and_the_reason(old, new, reason):
+    with pytest.raises(CannotInterpretError, match=f"cannot interpret y = .*{re.escape(reason)}$"):
+        interpret(SUM.replace(old, new), [np.ones((2, 2), np.float32)])
+
+
+def test_constants_that_the_text_leaves_out_are_refused():
+    text = SUM.replace("x = f32[2]{0} parameter(0)", "z = f32[99]{0} constant({...})\n  x = f32[2]{0} parameter(0)")
+    with pytest.raises(CannotInterpretError, match="print the module with `print_large_constants`"):
+        interpret(text, [np.ones((2, 2), np.float32)])
+
+
+def test_an_endless_loop_is_refused(monkeypatch):
+    monkeypatch.setattr(interpreter, "MAX_ITERATIONS", 3)
+    text = """HloModule m, num_partitions=1
+
+body {
+  ROOT s = (pred[]) parameter(0)
+}
+
+condition {
+  c = (pred[]) parameter(0)
+  ROOT p = pred[] get-tuple-element(c), index=0
+}
+
+ENTRY main {
+  x = pred[] parameter(0)
+  t = (pred[]) tuple(x)
+  ROOT w = (pred[]) while(t), condition=condition, body=body
+}
+"""
+    with pytest.raises(CannotInterpretError, match="the loop turns more than 3 times"):
+        interpret(text, [np.ones(1, bool)])
+
+
+def test_mutants_are_wrong_or_equivalent(mutants):
+    judge = mutants.Judge(SUM, ["{devices=[2]<=[2]}"])
+    changes = {mutant.kind: judge.change(mutant.text) for mutant in mutants.mutants(SUM, 20, 0)}
+    wrong = {kind for kind, change in changes.items() if change > mutants.CHANGED}
+    assert wrong == {"cut the group", "drop", "double", "another reduction"}
+    assert changes.keys() - wrong == {"another order"}
+    assert Interpreter(interpreter.parse(SUM)).partitions == 2
+
+
+@pytest.mark.parametrize(("name", "is_right"), [("wrong", False), ("right", True)])
+def test_finds_the_sum_that_libtpu_0_0_48_moved_out_of_a_loop(name, is_right):
+    """openxla/xla 49143 on v5p:2x2x1: with the pass `while-loop-all-reduce-code-motion`, and without it."""
+    text = (ROOT / "tests" / "rooms" / "hlo" / "programs" / f"v5p_xla_49143_{name}.hlo").read_text()
+    draw = np.random.default_rng(0)
+    ids = draw.integers(0, 16, (2, 8, 8)).astype(np.int32)
+    values = draw.normal(size=(2, 8, 8, 4, 8)).astype(np.float32)
+    expected = np.zeros((16, 4, 8), np.float32)
+    np.add.at(expected, ids.ravel(), values.reshape(-1, 4, 8))
+    inputs = ("{devices=[1,4,1]<=[4]}", "{devices=[1,4,1,1,1]<=[4]}")
+    (error,) = compare(text, [ids, values], [expected], ["{replicated}"], input_shardings=inputs)
+    assert (error <= 1e-6) if is_right else (error > 0.5)
+    assert prove(text, inputs=inputs, outputs=["{replicated}"]).verdict != ("wrong" if is_right else "proved")
