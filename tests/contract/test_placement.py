@@ -14,7 +14,7 @@ from support.tiers import tiered
 
 import shardopt as so
 from shardopt.models import gpt
-from shardopt.step import _build as step_build
+from shardopt.step import _init as step_init
 
 CASES = [
     (strategy, i % len(MESHES), list(MODELS)[i % 4], list(OPTIMIZERS)[i % 6])
@@ -101,8 +101,8 @@ def test_init_from_a_function_never_holds_a_split_leaf_whole(mesh_of, monkeypatc
         peaks.append(memory.output_size_in_bytes + memory.temp_size_in_bytes)
         return jitted
 
-    init_program = step_build.init_program
-    monkeypatch.setattr(step_build, "init_program", spy)
+    init_program = step_init.init_program
+    monkeypatch.setattr(step_init, "init_program", spy)
     opt = so.fsdp(optax.adam(1e-3), mesh_of(data=8), lambda params, batch: jnp.sum(params["w"]) * batch.mean())
     state = opt.init(init_fn, jax.random.key(3))
     np.testing.assert_allclose(state.params["w"], init_fn(jax.random.key(3))["w"], rtol=1e-6)
