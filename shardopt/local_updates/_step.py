@@ -32,8 +32,10 @@ from shardopt.step._aliases import DonatedState
 from shardopt.step._compile import AotCompiled, make_program
 from shardopt.step._gradients import make_gradients
 from shardopt.step._inputs import copied
+from shardopt.step._opt_state import init_opt_state
 from shardopt.step._optimizer import Metrics
-from shardopt.step._step import CompiledStep, compile_evaluate, init_opt_state, metrics_of
+from shardopt.step._programs import CompiledStep, compile_evaluate
+from shardopt.step._step import metrics_of
 from shardopt.step._update import all_gather_params, apply_update
 
 

@@ -15,7 +15,7 @@ from shardopt.core._tracebacks import api_boundary
 from shardopt.core._types import PyTree, TrainState, is_average, leaves_with_paths, wide_dtype
 from shardopt.mesh import on_mesh
 from shardopt.step._optimizer import Metrics
-from shardopt.step._step import Program
+from shardopt.step._programs import Program
 
 Source = tuple[jax.Array, ...]
 """The arrays that give one leaf: its average, or y, z and b1 of schedule-free."""

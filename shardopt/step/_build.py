@@ -13,9 +13,7 @@ from shardopt.core._tracebacks import api_boundary
 from shardopt.core._types import Metric, PyTree, TrainState
 from shardopt.losses._metrics import values
 from shardopt.losses._view import Views
-from shardopt.matrices._owned_update import layout_bytes, owners_of
-from shardopt.mesh import on_mesh
-from shardopt.partition import Report, report
+from shardopt.partition import Report
 from shardopt.step._average import EvaluationFn
 from shardopt.step._batches import as_arrays
 from shardopt.step._cache import LayoutCache, limit_in_flight
@@ -32,12 +30,12 @@ from shardopt.step._inputs import (
 )
 from shardopt.step._norms import Norms
 from shardopt.step._optimizer import Metrics, ShardedOptimizer
-from shardopt.step._step import CompiledStep, Program, compile_step
+from shardopt.step._programs import CompiledStep, Program
+from shardopt.step._report import report_of
+from shardopt.step._step import compile_step
 from shardopt.step._verified import VerifiedStep
 
 StepCache = LayoutCache[CompiledStep]
-
-UNDECIDED = "view: the first step chooses it."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,25 +204,7 @@ class StrategyFunctions:
 
     def report(self, abstract_params: PyTree = None) -> Report:
         """Return the placement of every leaf (within a replica), by default for the last parameters."""
-        config, layout = self.config, self.compiled_step(abstract_params).layout
-        placement_report = report(
-            layout.plans,
-            layout.specs,
-            layout.abstract,
-            mesh=config.mesh,
-            params_split=config.placement.params,
-            state_split=config.placement.opt_state,
-            min_shard_elements=config.layout.min_shard_elements,
-        )
-        spec = config.home.spec
-        return placement_report._replace(
-            view=UNDECIDED if self.views.last is None else str(self.views.last),
-            owners=on_mesh(config.mesh, owners_of)(config, layout),
-            layouts=on_mesh(config.mesh, layout_bytes)(config, layout),
-            rows=tuple(
-                row._replace(params=spec(row.params), opt_state=spec(row.opt_state)) for row in placement_report.rows
-            ),
-        )
+        return report_of(self.config, self.compiled_step(abstract_params).layout, self.views)
 
 
 def build(

@@ -13,7 +13,7 @@ from shardopt.core._errors import format_error
 from shardopt.core._types import PyTree, TrainState
 from shardopt.step._compile import AotCompiled, make_program
 from shardopt.step._inputs import copied, is_init_fn
-from shardopt.step._step import CompiledStep
+from shardopt.step._programs import CompiledStep
 
 
 def make_state(

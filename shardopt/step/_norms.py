@@ -12,7 +12,7 @@ from shardopt.config._layout import Layout
 from shardopt.core._types import wide_dtype
 from shardopt.mesh import spec_axes
 from shardopt.partition import LeafPlan
-from shardopt.step._update import Change
+from shardopt.step._results import Change
 
 
 @jax.tree_util.register_dataclass

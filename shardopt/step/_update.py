@@ -1,7 +1,6 @@
 """The update in the global view: one optax update, placed by constraints; then the all-gather, and the gradient's norm."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,21 +17,8 @@ from shardopt.matrices._owned_update import owned_update
 from shardopt.matrices._streamed_update import streamed_update
 from shardopt.mesh import spec_axes
 from shardopt.step._gradients import grad_specs
+from shardopt.step._results import AppliedUpdate, Change
 from shardopt.transforms._skip_anomalies import unless_skipped
-
-
-class Change(NamedTuple):
-    """What an update changes: trees of the trainable leaves, sharded like the optimizer state.
-
-    Attributes:
-      gradients: the gradients that the optax transformation receives.
-      updates: the updates that it returns.
-      params: the parameters before the update.
-    """
-
-    gradients: PyTree
-    updates: PyTree
-    params: PyTree
 
 
 def apply_update(
@@ -42,7 +28,7 @@ def apply_update(
     opt_state: PyTree,
     gradients: Gradients,
     value_fn: Callable[[PyTree], jax.Array],
-) -> tuple[PyTree, PyTree, Change]:
+) -> AppliedUpdate:
     """Return new params for `all_gather_params`, the new optimizer state where it is stored, and what was changed.
 
     Gradients and parameters are sharded like the optimizer state, so each device updates its own shard. If the state of
@@ -74,8 +60,8 @@ def apply_update(
         opt_specs, abstract_state = opt_specs.optimizer, abstract_state.optimizer
     if "opt_state" in config.update.offload:
         opt_state = to_host(config.update.offload, abstract_state, opt_state, shardings(config.mesh, opt_specs))
-        return new_params, opt_state, change
-    return new_params, place(opt_state, opt_specs), change
+        return AppliedUpdate(new_params, opt_state, change)
+    return AppliedUpdate(new_params, place(opt_state, opt_specs), change)
 
 
 def all_gather_params(config: StrategyConfig, layout: Layout, params: PyTree) -> PyTree:

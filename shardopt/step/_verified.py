@@ -150,17 +150,15 @@ def compile_with_sums(config: StrategyConfig, layout: Layout) -> AotCompiled:
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree, jax.Array]:
         before = sums_of(config, jax.tree.leaves(state), state_specs)
-        new_state, metrics, gradients, updated, _ = take_step(state, batch)
+        new_state, metrics, gradients, update = take_step(state, batch)
         scalars = jax.tree.leaves((gradients.loss, metrics))
         reduced = sums_of(config, jax.tree.leaves(gradients.grads), grad_specs(config, layout))
         reported = sums_of(config, scalars, [PartitionSpec()] * len(scalars))
         # ZeRO 1 and 2 gather the updated shards: a wrong one would then be wrong on all devices.
-        shards = sums_of(config, layout.treedef.flatten_up_to(updated), _updated_specs(config, layout))
+        shards = sums_of(config, layout.treedef.flatten_up_to(update.params), _updated_specs(config, layout))
         after = sums_of(config, jax.tree.leaves(new_state), state_specs)
         own = jnp.zeros((config.mesh.size, 1, 2), jnp.uint32)
-        if (
-            gradients.sums is not None
-        ):  # one for each group of devices along tensor, which is the last axis but for replicas
+        if gradients.sums is not None:  # one for each group of devices along tensor, the last axis but for replicas
             own = _for_each_position(config.mesh, gradients.sums)
         return new_state, metrics, jnp.concatenate([before, own, reduced, reported, shards, after], axis=1)
 

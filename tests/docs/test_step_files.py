@@ -12,7 +12,7 @@ import pytest
 from support.paths import ROOT
 
 import shardopt as so
-from shardopt.step._step import compile_step
+from shardopt.step._step import make_step
 
 PACKAGE = Path(so.__file__).parent
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
@@ -89,7 +89,7 @@ def test_the_list_is_short():
 
 
 def test_the_step_reads_as_its_phases():
-    constants = [code for code in compile_step.__code__.co_consts if hasattr(code, "co_code")]
+    constants = [code for code in make_step.__code__.co_consts if hasattr(code, "co_code")]
     (step,) = (code for code in constants if code.co_name == "step")
     phases = ("differentiate", "apply_update", "all_gather_params")
     first_line = {name: min(line for line, names in names_by_line(step) if name in names) for name in phases}

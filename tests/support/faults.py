@@ -139,10 +139,10 @@ def install(patch, break_function):
         return of_batch
 
     def with_faulty_update(config, layout, *args):
-        params, opt_state = apply_update(config, layout, *args)
+        update = apply_update(config, layout, *args)
         specs = [plan.spec(sharded=config.placement.opt_state) for plan in layout.plans]
         specs += jax.tree.leaves(layout.specs.opt_state, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
-        leaves, treedef = jax.tree.flatten((params, opt_state))
+        leaves, treedef = jax.tree.flatten((update.params, update.opt_state))
 
         def run(codes, leaves):
             count = len(leaves)
@@ -152,7 +152,8 @@ def install(patch, break_function):
 
         rows = jax.sharding.PartitionSpec(config.axes.rows)
         run = jax.shard_map(run, mesh=config.mesh, in_specs=(rows, specs), out_specs=specs, check_vma=False)
-        return treedef.unflatten(run(now["codes"], leaves))
+        params, opt_state = treedef.unflatten(run(now["codes"], leaves))
+        return update._replace(params=params, opt_state=opt_state)
 
     def with_fault(verified, state, batch, shift=0):
         now["runs"] += 1

@@ -1,0 +1,65 @@
+"""The compiled programs of a strategy, for one parameter structure."""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import jax
+from jax.sharding import PartitionSpec
+
+from shardopt.config._config import StrategyConfig
+from shardopt.config._layout import Layout, shardings
+from shardopt.core._types import PyTree, TrainState
+from shardopt.losses._metrics import values
+from shardopt.step._compile import make_program
+from shardopt.step._gradients import make_loss
+from shardopt.step._optimizer import Metrics
+
+
+class Program(Protocol):
+    """A function that is compiled at its first call."""
+
+    def __call__(self, state: PyTree, batch: PyTree, /) -> PyTree:
+        """Run the program on a train state, or its parameters, and a batch."""
+        ...
+
+    def lower(self, state: PyTree, batch: PyTree, /) -> jax.stages.Lowered:
+        """Return the lowered program, also for abstract arguments."""
+        ...
+
+
+class CompiledStep(NamedTuple):
+    """A strategy for one parameter structure: the placement of its train state, and its programs.
+
+    Attributes:
+      layout: where every leaf lives; if each replica trains by itself, where it lives within a replica.
+      abstract: the train state as shapes and dtypes.
+      specs: the train state as `PartitionSpec`.
+      shardings: the same as `NamedSharding`.
+      init_opt_state: `params -> opt_state`, the first optimizer state, in the global view.
+      step: `(state, batch) -> (state, metrics)`, donating the state; metrics may still have a kind.
+      evaluate: `(params, batch) -> metrics`.
+      synchronize: `state -> state`, all copies of it equal.
+      step_with_norms: `(state, batch) -> (state, metrics, norms)`, a program of its own; None if replicas train apart.
+    """
+
+    layout: Layout
+    abstract: TrainState
+    specs: TrainState
+    shardings: TrainState
+    init_opt_state: Callable[[PyTree], PyTree]
+    step: Program
+    evaluate: Program
+    synchronize: Callable[[TrainState], TrainState]
+    step_with_norms: Program | None = None
+
+
+def compile_evaluate(config: StrategyConfig, layout: Layout) -> Program:
+    """Return `(params, batch) -> metrics`, the loss and metrics of a batch without a random key."""
+    loss = make_loss(config.of_evaluation, layout)
+
+    def evaluate(params: PyTree, batch: PyTree) -> Metrics:
+        value, metrics = loss(params, batch)
+        return {"loss": value, **values(metrics)}
+
+    param_shardings = shardings(config.mesh, layout.specs.params)
+    return make_program(config, evaluate, (param_shardings, None), config.home.shardings(PartitionSpec()))

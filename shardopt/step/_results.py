@@ -1,0 +1,52 @@
+"""What the phases of a step return."""
+
+from typing import NamedTuple
+
+import jax
+
+from shardopt.core._types import Metric, PyTree, TrainState
+from shardopt.losses._parts import Gradients
+
+
+class Change(NamedTuple):
+    """What an update changes: trees of the trainable leaves, sharded like the optimizer state.
+
+    Attributes:
+      gradients: the gradients that the optax transformation receives.
+      updates: the updates that it returns.
+      params: the parameters before the update.
+    """
+
+    gradients: PyTree
+    updates: PyTree
+    params: PyTree
+
+
+class AppliedUpdate(NamedTuple):
+    """What an optax update returns.
+
+    Attributes:
+      params: the new parameters, before their gather.
+      opt_state: the new optimizer state, where it is stored.
+      change: what was changed.
+    """
+
+    params: PyTree
+    opt_state: PyTree
+    change: Change
+
+
+class TakenStep(NamedTuple):
+    """What a step computes, before it is compiled.
+
+    Attributes:
+      state: the next train state.
+      metrics: loss, norm of the gradient, and the metrics that the loss returns.
+      gradients: the reduced gradients.
+      update: the result of the optax update.
+    """
+
+    state: TrainState
+    metrics: dict[str, jax.Array | Metric]
+    gradients: Gradients
+    update: AppliedUpdate
