@@ -13,9 +13,9 @@ def full_text(compiled: Compiled) -> str:
     text = compiled.as_text() or ""
     if "constant({...})" not in text:
         return text
-    from jaxlib import _hlo  # type: ignore[attr-defined]  # jax has no public name for it
+    from jax._src.lib import hlo  # jax has no public name for it
 
     executable: Any = compiled.runtime_executable()
-    options = _hlo.HloPrintOptions()
+    options = hlo.HloPrintOptions()
     options.print_large_constants = True
     return executable.hlo_modules()[0].to_string(options)
