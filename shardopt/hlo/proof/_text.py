@@ -13,7 +13,7 @@ def full_text(compiled: Compiled) -> str:
     text = compiled.as_text() or ""
     if "constant({...})" not in text:
         return text
-    from jax._src.lib import hlo  # jax has no public name for it
+    from jax._src.lib import hlo  # pyright: ignore  # jax has no public name for it
 
     executable: Any = compiled.runtime_executable()
     options = hlo.HloPrintOptions()
