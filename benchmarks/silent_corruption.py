@@ -114,10 +114,10 @@ def clean_part(steps, output):
 
 
 def cost_part(output):
-    """Flops and bytes of a verified step next to a plain one, from the compiled programs, for a transformer of 27 M parameters."""
+    """Flops and bytes of a verified step next to a plain one, from the compiled programs, for a transformer of 3.7 M parameters and 4,096 tokens a step."""
     results = {}
     mesh = so.make_mesh(data=4)
-    width, blocks, vocab, rows, length = 256, 4, 2048, 8, 64
+    width, blocks, vocab, rows, length = 256, 4, 2048, 32, 128
 
     def embed(outer, batch):
         return outer["table"][batch[:, :-1]]
