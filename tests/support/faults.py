@@ -80,7 +80,7 @@ def loss(params, batch):
     for leaf, name in enumerate(sorted(params)):
         weight = at_site("weight", params[name], code, leaf, len(params))
         weights[name] = of_gradient(weight, code, leaf, len(params))
-    hidden = at_site("activation", jnp.tanh(batch["x"] @ weights["w1"] + weights["b"]), code)
+    hidden = at_site("activation", jnp.tanh(batch["x"] @ weights["w1"] + weights["b"][None]), code)
     return jnp.mean((hidden @ weights["w2"] - batch["y"]) ** 2)
 
 
@@ -111,15 +111,31 @@ def strategies(devices):
     }
 
 
-def install(patch, break_function):
-    """Put the faults after the reduction and in the update into the step, and the code into each run.
+def hit_runs(patch):
+    """Put the code of a fault into the batch of each run of a verified step: faults of the loss need no more.
 
     Returns:
       A dict: `fault` is the fault of the next runs, `stuck` whether it is in all of them, and `runs` counts them.
     """
-    now = {"fault": None, "stuck": False, "runs": 0, "code": None}
+    now, run = {"fault": None, "stuck": False, "runs": 0}, VerifiedStep.run
+
+    def with_fault(verified, state, batch, shift=0):
+        now["runs"] += 1
+        active = now["fault"] is not None and (now["stuck"] or now["runs"] == 1)
+        result = run(verified, state, faulty(batch, now["fault"] if active else None, shift), shift)
+        if now["runs"] == 1:
+            now["first result"] = result[0]
+        return result
+
+    patch.setattr(VerifiedStep, "run", with_fault)
+    return now
+
+
+def install(patch, break_function):
+    """Put the faults after the reduction and in the update into the step too; return the dict of `hit_runs`."""
+    now = hit_runs(patch)
     differentiate, reduce = _gradients.micro_batch_gradients, _gradients._reduce
-    make_gradients, apply_update, run = _step.make_gradients, _step.apply_update, VerifiedStep.run
+    make_gradients, apply_update = _step.make_gradients, _step.apply_update
 
     def with_code(config, layout, params, batch, *args):
         now["local code"] = batch["fault"][0]
@@ -155,19 +171,10 @@ def install(patch, break_function):
         params, opt_state = treedef.unflatten(run(now["codes"], leaves))
         return update._replace(params=params, opt_state=opt_state)
 
-    def with_fault(verified, state, batch, shift=0):
-        now["runs"] += 1
-        active = now["fault"] is not None and (now["stuck"] or now["runs"] == 1)
-        result = run(verified, state, faulty(batch, now["fault"] if active else None, shift), shift)
-        if now["runs"] == 1:
-            now["first result"] = result[0]
-        return result
-
     break_function(patch, differentiate, with_code)
     break_function(patch, reduce, with_faulty_result)
     break_function(patch, make_gradients, with_codes, callers=(_step,))
     break_function(patch, apply_update, with_faulty_update, callers=(_step,))
-    patch.setattr(VerifiedStep, "run", with_fault)
     return now
 
 

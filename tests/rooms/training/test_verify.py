@@ -1,0 +1,111 @@
+"""`fit(verify_every=k)`: a device that computes wrong is named before its step counts, and without one nothing changes."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import faults
+from support.seams import break_function
+
+import shardopt as so
+from shardopt.core._errors import CORRUPTED, SilentCorruptionError
+from shardopt.training._fit import fit
+
+DEVICES = 3  # so that the others outvote one that is always wrong
+
+
+def loss_fn(params, batch):
+    """The loss of one matrix, whose local gradient has the fault of the batch."""
+    weights = faults.of_gradient(params["w"], batch["fault"][0], 0, 1)
+    return jnp.mean((batch["x"] @ weights - batch["y"]) ** 2)
+
+
+@pytest.fixture(scope="module")
+def opt():
+    mesh = so.make_mesh(data=DEVICES, devices=jax.devices()[:DEVICES])
+    return so.ddp(optax.sgd(0.01), mesh, loss_fn, separable=True)
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """The fault of the runs of verified steps."""
+    return faults.hit_runs(monkeypatch)
+
+
+def batches():
+    return itertools.islice(faults.batches(DEVICES), 8)
+
+
+def with_fault(now, fault, at, *, stuck):
+    """Yield the batches; the verified step of batch `at` has a fault."""
+    for number, batch in enumerate(batches()):
+        now.update(fault=fault if number == at else None, stuck=stuck, runs=0)
+        yield batch
+    now.update(fault=None)
+
+
+def first_state(opt):
+    return opt.init({"w": np.eye(faults.WIDTH, dtype=np.float32)})
+
+
+@pytest.mark.parametrize("stuck", [False, True], ids=["transient", "stuck"])
+def test_a_wrong_device_is_named_and_its_step_neither_counts_nor_is_saved(opt, now, tmp_path, stuck):
+    fault, logged = faults.Fault(1, "gradient", "flip", index=9, bit=20, leaf=0), []
+    state, data = first_state(opt), with_fault(now, fault, 3, stuck=stuck)
+    with (
+        so.Checkpoints(tmp_path, every=2, keep=None) as checkpoints,
+        pytest.raises(SilentCorruptionError) as error,
+    ):
+        log = lambda step, metrics: logged.append(step)  # noqa: E731
+        fit(
+            opt, state, data, num_steps=8, verify_every=3, checkpoints=checkpoints, log=log, log_every=1, progress=False
+        )
+    assert str(error.value) == (
+        "fit: 1 device has wrong bits in the gradient of its own rows, at step 3 (batch 3, both counted from 0). "
+        "The step is not used, and nothing was saved.\n"
+        "  device 1 (cpu, process 0)\n"
+        "Fix: take the host out of the job, and start again; shardopt launch --min-processes does both."
+    )
+    found = error.value
+    assert (found.step, found.devices, found.processes, found.exit_code) == (3, (1,), (0,), CORRUPTED)
+    assert now["runs"] == 5  # the step, a device apart, and three replays
+    assert max(logged) <= 3
+    with so.Checkpoints(tmp_path, every=2, keep=None) as checkpoints:
+        assert checkpoints.steps() == [2]
+        saved, _ = checkpoints.restore(opt)
+    now.update(fault=None)
+    clean = fit(opt, first_state(opt), batches(), num_steps=2, verify_every=3, progress=False)
+    assert faults.same_bits(saved, clean.state)
+
+
+def test_a_clean_run_is_the_run_without_verification(opt, now, tmp_path):
+    """Verified are each third step, the step before each save and the last one; each of them twice."""
+    plain = fit(opt, first_state(opt), batches(), num_steps=8, log_every=1, progress=False)
+    assert now["runs"] == 0
+    with so.Checkpoints(tmp_path, every=5, keep=None) as checkpoints:
+        options = {"verify_every": 3, "checkpoints": checkpoints, "log_every": 1, "progress": False}
+        verified = fit(opt, first_state(opt), batches(), num_steps=8, **options)
+    assert faults.same_bits(plain.state, verified.state)
+    losses = [[record["loss"] for record in result.history] for result in (plain, verified)]
+    assert losses[0] == losses[1]
+    assert now["runs"] == 2 * len({3, 6, 5, 8})
+
+
+def test_a_state_that_changes_between_steps_is_not_saved(opt, now, tmp_path):
+    """A copy of one device, after its last verified step: the others outvote it."""
+    fault = faults.Fault(2, "shard", "flip", index=3, bit=11, leaf=0)
+    with so.Checkpoints(tmp_path, every=2, keep=None) as checkpoints:
+        verified_steps = {"opt": opt, "every": 2, "checkpoints": checkpoints, "num_steps": 8}
+        verification = so.training._verify.Verification(**verified_steps)
+        state, _ = verification.take_step(first_state(opt), next(batches()), 1, 0)
+        assert verification.sums_to_save(state, 2) == so.training._verify.leaf_sums(state)
+        with pytest.raises(SilentCorruptionError) as error:
+            verification.sums_to_save(faults.with_faulty_shard(state, fault, opt.mesh), 2)
+    assert str(error.value).partition("\n")[0] == (
+        "fit: 1 device has wrong bits in the state before the step, at the state after 2 steps, before it was saved. "
+        "The step is not used, and nothing was saved."
+    )
+    assert error.value.devices == (2,)
