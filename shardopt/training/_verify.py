@@ -19,11 +19,15 @@ from shardopt.training._verdict import (
     NAMED,
     NOT_DETERMINISTIC,
     ONE_OF,
+    UNKNOWN,
     Verdict,
     judge,
     total,
     written,
 )
+
+SAVED = "the state to save"
+"""What a checkpoint or snapshot is copied from, next to the phases of `step._verified`."""
 
 REPLAYS = (0, 1, 2)
 """The shifts of the three replays after a difference: the two runs again, and a third device for each position."""
@@ -98,7 +102,7 @@ class Verification:
             for shift in () if is_stored else REPLAYS:
                 runs.append(verified.run(state, placed, shift % verified.config.mesh.size)[2])
             self._fail(
-                judge(runs, sizes, recorded) or verdict, step, f"step {step} (batch {position}, both counted from 0)"
+                judge(runs, sizes, recorded) or verdict, step, f"at step {step} (batch {position}, both counted from 0)"
             )
         self.recorded = step + 1, written(first)
         return new_state, metrics
@@ -117,12 +121,12 @@ class Verification:
         config, columns = self.verified.config, [column for column in self.verified.columns if column.phase == STATE]
         sizes, recorded = dict(config.mesh.shape), self._recorded(step)
         stored = Evidence(0, tuple(columns), state_sums(self.verified, state))
-        where = f"the state after {plural(step, 'step')}, before it was saved"
+        where = f"after {plural(step, 'step')}"
         if (verdict := judge([stored], sizes, recorded)) is not None:
-            self._fail(verdict, step, where)
+            self._fail(verdict._replace(phase=SAVED), step, where)
         sums = leaf_sums(state)
         if total_of(sums) != total(stored.sums, columns, sizes):
-            self._fail(Verdict(STATE, "unknown", ()), step, where)
+            self._fail(Verdict(SAVED, UNKNOWN, ()), step, where)
         return sums
 
     def _recorded(self, step: int) -> np.ndarray | None:
@@ -147,13 +151,13 @@ def corruption_text(verdict: Verdict, devices: Sequence[Any], where: str) -> str
     fix = "take the host out of the job, and start again; shardopt launch --min-processes does both."
     if verdict.kind == NAMED:
         verb = "has" if len(devices) == 1 else "have"
-        problem = f"{plural(len(devices), 'device')} {verb} wrong bits in {verdict.phase}, at {where}."
+        problem = f"{plural(len(devices), 'device')} {verb} wrong bits in {verdict.phase}, {where}."
     elif verdict.kind == ONE_OF:
-        problem = f"one of {plural(len(devices), 'device')} has wrong bits in {verdict.phase}, at {where}; the others cannot tell which."
+        problem = f"one of {plural(len(devices), 'device')} has wrong bits in {verdict.phase}, {where}; the others cannot tell which."
     elif verdict.kind == NOT_DETERMINISTIC:
-        problem = f"{verdict.phase} is not deterministic here: most devices get other bits when they compute it again, at {where}."
+        problem = f"{verdict.phase} is not deterministic here: most devices get other bits when they compute it again, {where}."
         fix = "use deterministic operations (on GPUs XLA_FLAGS=--xla_gpu_deterministic_ops=true), or leave verify_every out."
     else:
-        problem = f"a device has wrong bits in {verdict.phase}, at {where}; the reduction hides which one."
+        problem = f"a device has wrong bits in {verdict.phase}, {where}; the reduction hides which one."
         fix = "start again from the last checkpoint; if it happens again, test the devices one by one."
     return format_error("fit", f"{problem} The step is not used, and nothing was saved.", lines, fix)

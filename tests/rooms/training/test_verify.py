@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 from support import faults
-from support.seams import break_function
 
 import shardopt as so
 from shardopt.core._errors import CORRUPTED, SilentCorruptionError
@@ -105,7 +105,105 @@ def test_a_state_that_changes_between_steps_is_not_saved(opt, now, tmp_path):
         with pytest.raises(SilentCorruptionError) as error:
             verification.sums_to_save(faults.with_faulty_shard(state, fault, opt.mesh), 2)
     assert str(error.value).partition("\n")[0] == (
-        "fit: 1 device has wrong bits in the state before the step, at the state after 2 steps, before it was saved. "
-        "The step is not used, and nothing was saved."
+        "fit: 1 device has wrong bits in the state to save, after 2 steps. The step is not used, and nothing was saved."
     )
     assert error.value.devices == (2,)
+
+
+OFFLOADED = ("the state is offloaded to the host",)
+REFUSED = {
+    "one device": (
+        lambda: so.ddp(optax.sgd(0.1), so.make_mesh(data=1, devices=jax.devices()[:1]), loss_fn),
+        "the mesh has one device, and no other one can compute the same",
+    ),
+    "local_sgd": (
+        lambda: so.local_sgd(so.ddp(optax.sgd(0.1), so.make_mesh(replica=8), loss_fn), sync_every=1),
+        "the replicas of local_sgd train apart",
+    ),
+    "offload": (
+        lambda: so.fsdp(optax.adam(0.1), so.make_mesh(data=8), loss_fn, offload=("opt_state",)),
+        "the state is offloaded to the host",
+    ),
+    "another step": (
+        lambda: so.ddp(optax.sgd(0.1), so.make_mesh(data=8), loss_fn)._replace(step=lambda state, batch: (state, {})),
+        "opt.step was replaced",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_computed_twice_is_refused(name):
+    """Before the state is initialized."""
+    make, reason = REFUSED[name]
+    state = so.DeferredInit({"w": np.eye(faults.WIDTH, dtype=np.float32)})
+    with pytest.raises(ValueError, match="verify_every") as error:
+        fit(make(), state, batches(), num_steps=8, verify_every=2)
+    assert str(error.value) == (
+        "fit: verify_every computes a step on two devices, which cannot be done.\n"
+        f"  {reason}\n"
+        "Fix: leave verify_every out, or use a synchronous strategy on several devices, without offload."
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (0, ValueError, "fit: verify_every must be at least 1, got 0."),
+        (2.5, TypeError, "fit: verify_every must be an integer, got 2.5 (float)."),
+        (True, TypeError, "fit: verify_every must be an integer, got True (bool)."),
+    ],
+)
+def test_steps_are_counted_in_integers(opt, value, error, message):
+    with pytest.raises(error) as caught:
+        fit(opt, so.DeferredInit({"w": np.eye(faults.WIDTH)}), batches(), num_steps=8, verify_every=value)
+    assert str(caught.value).partition("\n")[0] == message
+
+
+def embed(outer, batch):
+    return batch["x"] @ faults.of_gradient(outer["embed"], batch["fault"][0], 0, 1)
+
+
+def block(weights, x):
+    return x + jnp.tanh(x @ weights["w"])
+
+
+def loss_of_last(outer, x, batch):
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
+LAYERED = so.BlockModel(embed, block, loss_of_last)
+SPLIT = {
+    "pipeline": lambda mesh_of: so.hybrid(
+        optax.sgd(0.1),
+        mesh_of(data=2, pipeline=2),
+        LAYERED,
+        schedule=so.schedules.one_f_one_b,
+        micro_batches=2,
+        separable=True,
+    ),
+    "tensor": lambda mesh_of: so.fsdp(
+        optax.sgd(0.1),
+        mesh_of(data=2, tensor=2),
+        LAYERED,
+        rules=[("w$", P(None, "tensor"))],
+        min_shard_elements=1,
+        separable=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_pipelines_and_tensor_parallel_steps_are_computed_twice(name, mesh_of, now):
+    """Without a false alarm, and to the same bits."""
+    opt = SPLIT[name](mesh_of)
+    eye = np.eye(faults.WIDTH, dtype=np.float32)
+    run = lambda **options: fit(  # noqa: E731
+        opt,
+        opt.init({"blocks": {"w": np.stack([eye, eye])}, "embed": eye}),
+        itertools.islice(faults.batches(4), 2),
+        num_steps=2,
+        progress=False,
+        **options,
+    )
+    assert faults.same_bits(run(verify_every=1).state, run().state)
+    assert now["runs"] == 4
