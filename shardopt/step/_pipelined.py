@@ -58,17 +58,16 @@ def pipelined_gradients(
         specs=SumSpecs(*([plan.tensor for plan in plans] for plans in (block_plans, outer_plans))),
     )
     block_grads, outer_grads = _as_stored(sums.blocks, block_plans), _as_stored(sums.outer, outer_plans)
+    # Gradients of blocks that are sharded within the loop are reduced already: their sums say nothing of a device.
+    local_grads = [*outer_grads, *([] if config.placement.grads and not config.gathers_once else block_grads)]
+    limbs = [to_limbs(checksum_of(jax.lax.optimization_barrier(local_grads)))] if config.sums else []
     if config.gathers_once:
         block_grads = reduce_scatter_grads(config.wire, block_grads, block_plans)
     if config.placement.grads:
         outer_grads = reduce_scatter_grads(config.wire, outer_grads, outer_plans)
     next_block, next_outer = iter(block_grads), iter(outer_grads)
     grads = [next(next_block if plan.stacked else next_outer) for plan in layout.trained]
-    if (
-        config.sums
-    ):  # gradients that the placement shards are reduced already, so their sums would say nothing of a device
-        grads.append(to_limbs(checksum_of([] if config.placement.grads else grads)))
-    return grads, sums.parts
+    return [*grads, *limbs], sums.parts
 
 
 def _as_stored(grads: Arrays, plans: list[LeafPlan]) -> Arrays:

@@ -44,10 +44,13 @@ class Column(NamedTuple):
     Attributes:
       phase: `STATE`, `GRADIENT`, `REDUCTION`, `METRICS`, `UPDATE` or `WRITTEN`.
       copies: the mesh axes along which the summed arrays are copies, which must be equal.
+      together: the mesh axes along which devices exchange values while they compute what is summed, so that a wrong device
+        makes the results of the others wrong.
     """
 
     phase: str
     copies: tuple[str, ...] = ()
+    together: tuple[str, ...] = ()
 
 
 class Evidence(NamedTuple):
@@ -99,10 +102,14 @@ class VerifiedStep(NamedTuple):
         config, layout = self.config, self.layout
         state = _copies(config, _flat_specs(layout.specs))
         grads = _copies(config, grad_specs(config, layout))
+        axes = tuple(axis for axis, size in config.mesh.shape.items() if size > 1)
+        exchanging = tuple(axis for axis in axes if axis not in ("replica", "data"))
+        # Where not all gradients of a device are summed before the reduction, a wrong one first shows after it.
+        is_partial = config.loss.view == "global" or (config.schedule is not None and config.placement.grads)
         return (
             *(Column(STATE, copies) for copies in state),
-            Column(GRADIENT),
-            *(Column(REDUCTION, copies) for copies in grads),
+            Column(GRADIENT, together=exchanging),
+            *(Column(REDUCTION, copies, axes if is_partial else ()) for copies in grads),
             Column(METRICS, *_copies(config, [PartitionSpec()])),
             *(Column(UPDATE, copies) for copies in _copies(config, _updated_specs(config, layout))),
             *(Column(WRITTEN, copies) for copies in state),

@@ -42,6 +42,8 @@ def judge(runs: Sequence[Evidence], sizes: Mapping[str, int], recorded: np.ndarr
         indices = [i for i, column in enumerate(columns) if column.phase == phase]
         expected = recorded if phase == STATE else None
         if not _is_consistent(runs, columns, indices, sizes, expected):
+            if any(columns[i].together for i in indices):
+                return _name_together(phase, runs, columns, indices, sizes)
             return _name(phase, _items(runs, columns, indices, sizes, expected), runs, indices)
     return None
 
@@ -139,6 +141,32 @@ def _name(phase: str, items: Sequence[_Item], runs: Sequence[Evidence], indices:
     if len(candidates) <= max(2, count // 2):
         return Verdict(phase, ONE_OF, tuple(sorted(candidates)))
     return Verdict(phase, UNKNOWN, ())
+
+
+def _name_together(
+    phase: str, runs: Sequence[Evidence], columns: Sequence[Column], indices: Sequence[int], sizes: Mapping[str, int]
+) -> Verdict:
+    """Return the verdict on results to which several devices contributed.
+
+    A device is suspected if all results agree to which it did not contribute.
+    """
+    count = math.prod(sizes.values())
+    suspects = set(range(count))
+    for i in indices:
+        for group in _groups(columns[i].together, sizes):
+            results = [(run.sums[group, i].tobytes(), set((group - run.shift) % count)) for run in runs]
+            for device in range(count):
+                if len({result for result, devices in results if device not in devices}) > 1:
+                    suspects.discard(device)
+    if len(suspects) == 1:
+        return Verdict(phase, NAMED, tuple(suspects))
+    if 0 < len(suspects) <= max(2, count // 2):
+        return Verdict(phase, ONE_OF, tuple(sorted(suspects)))
+    results = {(run.shift, run.sums[:, indices].tobytes()) for run in runs}
+    shifts = [shift for shift, _ in results]
+    # One disturbed run differs from its repetition, and no other run does.
+    unsteady = sum(shifts.count(shift) > 1 for shift in set(shifts))
+    return Verdict(phase, NOT_DETERMINISTIC if unsteady > 1 else UNKNOWN, ())
 
 
 def _majority(item: _Item) -> int | None:

@@ -158,6 +158,6 @@ def corruption_text(verdict: Verdict, devices: Sequence[Any], where: str) -> str
         problem = f"{verdict.phase} is not deterministic here: most devices get other bits when they compute it again, {where}."
         fix = "use deterministic operations (on GPUs XLA_FLAGS=--xla_gpu_deterministic_ops=true), or leave verify_every out."
     else:
-        problem = f"a device has wrong bits in {verdict.phase}, {where}; the reduction hides which one."
+        problem = f"a device has wrong bits in {verdict.phase}, {where}; an exchange between devices hides which one."
         fix = "start again from the last checkpoint; if it happens again, test the devices one by one."
     return format_error("fit", f"{problem} The step is not used, and nothing was saved.", lines, fix)

@@ -119,5 +119,40 @@ def test_a_difference_everywhere_names_no_device():
     assert judge(hidden, {"data": 4}) == Verdict(REDUCTION, UNKNOWN, ())
 
 
+PAIRS = (Column(GRADIENT, together=("tensor",)),)
+
+
+@pytest.mark.parametrize("device", range(4))
+def test_devices_that_exchange_values_are_named_without_their_partners(device):
+    """Two pairs of devices: a wrong result has two suspects. Another shift gives the wrong device another partner."""
+
+    def pair_runs(is_wrong):
+        evidence = []
+        for number, shift in enumerate([0, 1, 0, 1, 2]):
+            sums = np.array([[1], [1], [2], [2]], np.uint64)
+            position = (device + shift) % 4
+            if is_wrong(number):
+                sums[position // 2 * 2 : position // 2 * 2 + 2] = 10 + position
+            evidence.append(Evidence(shift, PAIRS, sums))
+        return evidence
+
+    sizes, partner = {"data": 2, "tensor": 2}, device ^ 1
+    assert judge(pair_runs(lambda number: True), sizes) == Verdict(GRADIENT, NAMED, (device,))
+    once = judge(pair_runs(lambda number: number == 0), sizes)
+    assert once == Verdict(GRADIENT, ONE_OF, tuple(sorted((device, partner))))
+    assert judge(pair_runs(lambda number: False), sizes) is None
+
+
+def test_all_devices_that_exchange_values_are_suspects():
+    column, sizes = Column(REDUCTION, together=("data",)), {"data": 4}
+    results = lambda *values: [  # noqa: E731
+        Evidence(shift, (column,), np.full((4, 1), value, np.uint64))
+        for shift, value in zip([0, 1, 0, 1, 2], values, strict=True)
+    ]
+    assert judge(results(7, 1, 1, 1, 1), sizes) == Verdict(REDUCTION, UNKNOWN, ())
+    assert judge(results(7, 8, 7, 8, 9), sizes) == Verdict(REDUCTION, UNKNOWN, ())
+    assert judge(results(3, 4, 5, 6, 7), sizes) == Verdict(REDUCTION, NOT_DETERMINISTIC, ())
+
+
 def test_the_written_state_is_recorded():
     assert np.array_equal(written(run(4)), clean(4)[:, 6:])
