@@ -1,5 +1,6 @@
 """`fit(verify_every=k)`: a device that computes wrong is named before its step counts, and without one nothing changes."""
 
+import collections
 import itertools
 
 import jax
@@ -9,6 +10,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from support import faults
+from support.seams import break_function
 
 import shardopt as so
 from shardopt.core._errors import CORRUPTED, SilentCorruptionError
@@ -172,45 +174,61 @@ def loss_of_last(outer, x, batch):
 
 LAYERED = so.BlockModel(embed, block, loss_of_last)
 SPLIT = {
-    "pipeline": lambda mesh_of: so.hybrid(
-        optax.sgd(0.1),
-        mesh_of(data=2, pipeline=2),
-        LAYERED,
-        schedule=so.schedules.one_f_one_b,
-        micro_batches=2,
-        separable=True,
+    "pipeline": lambda mesh: so.hybrid(
+        optax.sgd(0.1), mesh, LAYERED, schedule=so.schedules.one_f_one_b, micro_batches=2, separable=True
     ),
-    "tensor": lambda mesh_of: so.fsdp(
-        optax.sgd(0.1),
-        mesh_of(data=2, tensor=2),
-        LAYERED,
-        rules=[("w$", P(None, "tensor"))],
-        min_shard_elements=1,
-        separable=True,
+    "tensor": lambda mesh: so.fsdp(
+        optax.sgd(0.1), mesh, LAYERED, rules=[("w$", P(None, "tensor"))], min_shard_elements=1, separable=True
     ),
 }
 
 
-@pytest.mark.parametrize("name", SPLIT)
-def test_devices_of_a_pipeline_or_a_tensor_axis_are_suspected_together(name, mesh_of, now):
-    """A clean run has no false alarm and ends with the same bits. A wrong gradient has the devices of its rows as suspects."""
-    opt = SPLIT[name](mesh_of)
-    eye = np.eye(faults.WIDTH, dtype=np.float32)
+@pytest.fixture(scope="module", params=SPLIT)
+def split_run(request):
+    """The mesh of two by two devices, and a function that runs two steps on it."""
+    mesh = so.make_mesh(data=2, **{request.param: 2}, devices=jax.devices()[:4])
+    opt, eye = SPLIT[request.param](mesh), np.eye(faults.WIDTH, dtype=np.float32)
 
     def run(**options):
         state = opt.init({"blocks": {"w": np.stack([eye, eye])}, "embed": eye})
         return fit(opt, state, itertools.islice(faults.batches(4), 2), num_steps=2, progress=False, **options).state
 
+    return mesh, run
+
+
+def test_pipelines_and_tensor_axes_have_no_false_alarm(split_run, now):
+    _, run = split_run
     assert faults.same_bits(run(verify_every=1), run())
     assert now["runs"] == 4
-    now.update(fault=faults.Fault(2, "gradient", "flip", index=9, bit=20, leaf=0), runs=0)
+
+
+def test_devices_of_a_pipeline_or_a_tensor_axis_are_suspected_together(split_run, now):
+    mesh, run = split_run
+    now.update(fault=faults.Fault(2, "gradient", "flip", index=9, bit=20, leaf=0))
     with pytest.raises(SilentCorruptionError) as error:
         run(verify_every=1)
-    assert opt.mesh.shape["data"] == 2
-    suspects = [device.id for device in opt.mesh.devices.reshape(2, 2)[1]]
+    suspects = [device.id for device in mesh.devices.reshape(2, 2)[1]]  # they have the rows of the fault
     assert str(error.value) == (
         "fit: one of 2 devices has wrong bits in the gradient of its own rows, at step 0 (batch 0, both counted from 0); "
         "the others cannot tell which. The step is not used, and nothing was saved.\n"
         + "".join(f"  device {number} (cpu, process 0)\n" for number in suspects)
         + "Fix: take the host out of the job, and start again; shardopt launch --min-processes does both."
     )
+
+
+@pytest.mark.slow
+def test_a_thousand_random_faults_are_found_and_named(monkeypatch):
+    """Flipped bits, stuck bits and wrong tiles, at each site of a step of each strategy. The benchmark draws 10,000."""
+    now, rng = faults.install(monkeypatch, break_function), np.random.default_rng(2026)
+    counts = collections.Counter()
+    for name in faults.strategies(jax.devices()):
+        rig = faults.Rig(name, now, jax.devices())
+        for number in range(200):
+            fault = faults.draw(rng, 4)
+            window = rig.window(1, number, fault, stuck=fault.kind == "stuck")
+            counts["changed"] += window.changed
+            counts["found"] += window.changed and window.error is not None
+            counts["named"] += window.changed and window.names(rig.mesh.devices.flat[fault.device])
+    assert counts["changed"] > 700
+    assert counts["found"] >= 0.999 * counts["changed"], counts
+    assert counts["named"] >= 0.99 * counts["changed"], counts
