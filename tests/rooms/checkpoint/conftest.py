@@ -9,8 +9,9 @@ from jax.sharding import PartitionSpec as P
 from support.checkpoints import complaint_of, same
 
 import shardopt as so
+from shardopt.runtime import _vault as vault
 
-__all__ = ["complaint_of", "make_opt", "new_params", "same", "steps_on", "trained"]
+__all__ = ["complaint_of", "make_opt", "new_params", "same", "steps_on", "trained", "vaults"]
 
 RULES = [("up/w", P(None, "tensor")), ("down", P("tensor"))]
 
@@ -32,6 +33,16 @@ def make_params():
 
 def make_batch(step):
     return np.random.default_rng(100 + step).normal(size=(16, 16)).astype(np.float32)
+
+
+@pytest.fixture
+def vaults(monkeypatch):
+    """Two vaults, and their addresses in the environment."""
+    both = vault.Vaults(2)
+    for name, value in both.environment().items():
+        monkeypatch.setenv(name, value)
+    yield both
+    both.close()
 
 
 @pytest.fixture(scope="session")

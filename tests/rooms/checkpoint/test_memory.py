@@ -28,16 +28,6 @@ def make(devices, strategy=so.fsdp):
 PARAMS = {"w": np.arange(32, dtype=np.float32).reshape(8, 4), "b": np.float32(0.5)}
 
 
-@pytest.fixture
-def vaults(monkeypatch):
-    """Two vaults, and their addresses in the environment."""
-    both = vault.Vaults(2)
-    for name, value in both.environment().items():
-        monkeypatch.setenv(name, value)
-    yield both
-    both.close()
-
-
 def equal(a, b):
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     raw = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x  # noqa: E731
