@@ -11,6 +11,7 @@ from shardopt.core._checksum import checksum, from_limbs, joined, to_limbs
 
 SHAPE = (8, 6)
 sum_of = jax.jit(checksum)
+sum_of_shard = jax.jit(lambda shard, starts: checksum(shard, starts, SHAPE))
 
 
 def values(dtype):
@@ -25,6 +26,22 @@ def test_each_changed_element_changes_both_numbers(dtype):
     first, second = np.asarray(sum_of(x)), np.asarray(sum_of(changed))
     assert (first != second).all()
     assert np.array_equal(np.asarray(sum_of(x)), first)
+
+
+BITS = {"float16": 16, "bfloat16": 16, "float8_e5m2": 8, "uint8": 8, "int16": 16, "int32": 32, "complex64": 64}
+
+
+@pytest.mark.parametrize("dtype", BITS)
+def test_each_flipped_bit_changes_both_numbers(dtype):
+    """Every bit of an element, each in an element of its own."""
+    x = np.asarray(values(dtype))
+    raw = np.repeat(x.reshape(1, -1).view(np.uint8), BITS[dtype], axis=0)
+    for bit in range(BITS[dtype]):
+        raw[bit, bit % x.size * x.itemsize + bit // 8] ^= np.uint8(1 << bit % 8)
+    flipped = raw.view(x.dtype).reshape(-1, *SHAPE)
+    sums = np.asarray(jax.jit(jax.vmap(checksum))(jnp.concatenate([x[None], flipped])))
+    assert (sums[1:] != sums[0]).all()
+    assert all(len(set(column)) == 1 + BITS[dtype] for column in sums.T.tolist())
 
 
 @pytest.mark.fast
@@ -62,7 +79,7 @@ def test_sums_of_shards_add_up_on_any_mesh(mesh_of):
         placed = jax.device_put(x, NamedSharding(mesh, spec))
         assert np.array_equal(np.asarray(sum_of(placed)), expected)  # the partitioner adds them up
         by_start = {tuple(s.start or 0 for s in shard.index): shard.data for shard in placed.addressable_shards}
-        parts = [np.asarray(checksum(shard, start, SHAPE)) for start, shard in by_start.items()]
+        parts = [np.asarray(sum_of_shard(np.asarray(shard), start)) for start, shard in by_start.items()]
         assert np.array_equal(np.sum(parts, axis=0, dtype=np.uint32), expected)
 
 
