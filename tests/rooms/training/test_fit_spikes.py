@@ -79,6 +79,28 @@ def test_a_spike_in_the_last_step_is_not_returned(opt, new_state, batches, same,
     assert same(result.state, expected.state)
 
 
+def test_the_window_goes_back_too(opt, new_state, batches, memory):
+    """The values of the steps that are left out do not count, and those before the snapshot still do.
+
+    Step 7 counts no more after the rollback to step 6, and step 6 does: the window of step 9 has both sides.
+    """
+    data, others = spiked(batches, 7), [*batches[:6], *batches[9:]]
+    windows = []
+    for sequence in (data, others):
+        checkpoints = memory(3)
+        fit(opt, new_state(), sequence, num_steps=9, checkpoints=checkpoints, **ROLLBACK)
+        windows.append({step: json.loads(extra)["spikes"] for step, (_, extra, _) in checkpoints.disk.items()})
+    assert windows[0] == windows[1]
+    assert [len(window) for window in windows[0].values()] == [3, 4, 4]
+
+
+def test_a_spike_just_after_a_rollback_is_found(opt, new_state, batches, same, memory):
+    """An empty window would need two steps before it finds one."""
+    result = fit(opt, new_state(), spiked(batches, 7, 9), num_steps=12, checkpoints=memory(5), **ROLLBACK)
+    expected = fit(opt, new_state(), [*batches[:5], *batches[11:]], num_steps=12, progress=False)
+    assert same(result.state, expected.state)
+
+
 def test_early_stopping_goes_back_too(opt, new_state, batches, memory):
     stopping = so.training.EarlyStopping("loss", patience=9)
     options = {"checkpoints": memory(5), "early_stopping": stopping, **ROLLBACK}
