@@ -6,6 +6,7 @@ The next attempt may have the same number of processes, fewer, or more.
 import contextlib
 import dataclasses
 import errno
+import itertools
 import json
 import os
 import queue
@@ -49,8 +50,8 @@ _STACKS_SECONDS = 1.0
 """Seconds for processes to write their stacks. A signal handler writes them, which takes milliseconds."""
 
 
-RESTART, HUNG_SECONDS = "SHARDOPT_RESTART", "SHARDOPT_HUNG_SECONDS"
-"""Environment variables of a restarted process: the number of restarts, and the seconds of the hang before it."""
+RESTART, HUNG_SECONDS, PLACE = "SHARDOPT_RESTART", "SHARDOPT_HUNG_SECONDS", "SHARDOPT_PLACE"
+"""Environment variables of a process: the number of restarts, the seconds of the hang before it, and its place."""
 BEGAN = "SHARDOPT_BEGAN"
 """Environment variable of each process: when it got its rank, in seconds since 1970."""
 
@@ -73,6 +74,7 @@ class _AttemptResult(NamedTuple):
     hang_text: str = ""  # the message about a hang
     hang_seconds: float = 0.0  # seconds of the hang
     grows: bool = False  # whether the launcher ended it to continue with more processes
+    corrupted: tuple[int, ...] = ()  # the ranks that have a device that computes wrong
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +91,9 @@ class Job:
       `so.Checkpoints(memory_every=...)` puts it there.
 
     A process that ends with code 117 has a device that computes wrong (`fit(verify_every=...)`). The next attempt runs
-    without it, or a spare takes its place. If neither is possible, the job ends with code 117.
+    without it, or a spare runs instead. If neither is possible, the job ends with code 117. SHARDOPT_PLACE is JAX_PROCESS_ID
+    at first. No later process gets the place of a wrong one. So a command that chooses its device by its place
+    (`CUDA_VISIBLE_DEVICES=$SHARDOPT_PLACE`) never uses that device again.
 
     With `min_processes` the job is elastic. It continues with the processes and the snapshots that are left, and with
     `discovery_script` with more processes when more are available. Each attempt builds its mesh of the available
@@ -189,6 +193,7 @@ class _Launcher:
       attempt: the number of attempts before it.
       num_failures: the number of attempts that failed.
       environment: the environment variables of the attempt.
+      dropped_places: the places that had a device that computes wrong. No later process gets one of them.
     """
 
     job: Job
@@ -201,6 +206,7 @@ class _Launcher:
     attempt: int = 0
     num_failures: int = 0
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    dropped_places: set[int] = dataclasses.field(default_factory=set)
 
     def run(self) -> int:
         """Run attempts until the job has ended; return its exit code."""
@@ -217,16 +223,24 @@ class _Launcher:
             self.attempt += 1
             self.environment = {RESTART: str(self.attempt), HUNG_SECONDS: str(result.hang_seconds)}
             remaining = self.count if grows else self.count - max(0, result.killed - self.spares.ready())
-            if result.failed is not None and result.failed[1] == CORRUPTED and not self._can_drop(remaining):
+            if result.corrupted and not self._can_drop(remaining):
                 job.say(f"launch: the job cannot go on without {plural(result.killed, 'process')} of {self.count}.")
                 return CORRUPTED
+            wrong_places = [self._places()[rank] for rank in result.corrupted]
+            self.dropped_places.update(wrong_places)
             self.count = (
                 self._wait_for_processes(remaining) if self.discovery else job.usable_count(remaining) or self.count
             )
             if not self.count:
                 return 128 + signal.SIGTERM
             reason = "to have more" if grows else f"restart {self.num_failures} of {job.max_restarts}"
-            job.say(f"launch: starting again with {plural(self.count, 'process')}, {reason}.")
+            without = f" without place {', '.join(map(str, wrong_places))}" if wrong_places else ""
+            job.say(f"launch: starting again with {plural(self.count, 'process')}{without}, {reason}.")
+
+    def _places(self) -> list[int]:
+        """Return the places of the processes, by rank: the lowest numbers that are not dropped."""
+        places = (place for place in itertools.count() if place not in self.dropped_places)
+        return list(itertools.islice(places, self.count))
 
     def _can_drop(self, remaining: int) -> bool:
         """Return whether the job can go on with the processes that are left, or with others."""
@@ -291,6 +305,7 @@ class _Launcher:
             for rank in range(self.count):
                 log = _log_path(self.job.log_dir, self.attempt, rank)
                 place = _place_environment(rank, self.count, address) | self.failures.environment | self.environment
+                place[PLACE] = str(self._places()[rank])
                 if watch is not None:
                     place |= watch.environment | {STACKS: str(_stacks_file(log))}
                 members.append(_start(command, rank, log, place, self.spares))
@@ -305,8 +320,9 @@ class _Launcher:
         if hang is not None:
             return _AttemptResult((hang.ranks[0], HUNG), len(hang.ranks) % self.count, logs, hang_text, hang.seconds)
         codes = {rank: code for rank, code in exits if code}
-        killed = len(_corrupted_ranks(codes) or _killed_ranks(codes))
-        return _AttemptResult(_first_failure(codes, reported_ranks), killed, logs, grows=grows)
+        corrupted = _corrupted_ranks(codes)
+        failed, killed = _first_failure(codes, reported_ranks), len(corrupted or _killed_ranks(codes))
+        return _AttemptResult(failed, killed, logs, grows=grows, corrupted=tuple(corrupted))
 
     def _wait_for_exits(
         self, members: Sequence[_Member], finished: "queue.SimpleQueue[tuple[int, int]]", watch: Watch | None

@@ -1,6 +1,7 @@
 """`fit(verify_every=k)`: every k-th step is computed on two devices; a difference ends the run before it is saved."""
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -31,6 +32,10 @@ SAVED = "the state to save"
 
 REPLAYS = (0, 1, 2)
 """The shifts of the three replays after a difference: the two runs again, and a third device for each position."""
+
+
+HEAD_START = 2.0
+"""Seconds by which the process of a wrong device ends before the others, so that a launcher sees its exit code."""
 
 
 def verification_of(
@@ -138,6 +143,8 @@ class Verification:
         processes = sorted({device.process_index for device in devices})
         message = corruption_text(verdict, devices, where)
         exit_code = CORRUPTED if jax.process_index() in processes else 1
+        if processes and exit_code != CORRUPTED:
+            time.sleep(HEAD_START)
         ids = [device.id for device in devices]
         error = SilentCorruptionError(
             message, step=step, phase=verdict.phase, devices=ids, processes=processes, exit_code=exit_code

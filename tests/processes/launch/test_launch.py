@@ -169,6 +169,7 @@ def test_the_one_that_failed_first_is_named_though_its_end_is_seen_last(job):
         ({0: 3, 1: 1}, [1], 0),  # who ends by itself says nothing: what was seen counts
         ({0: 1, 1: 3}, [2, 0], 0),  # who said it has not ended
         ({0: 1, 2: -9}, [1, 0], 2),
+        ({0: 1, 2: -9, 1: 117}, [1, 0], 1),  # its device computes wrong
         ({0: 2, 2: -6}, [], 0),  # jax aborts who misses another
         ({2: -6, 0: 2}, [], 2),
         ({}, [], None),
@@ -215,6 +216,37 @@ def test_those_that_were_killed_are_left_out_where_fewer_will_do(job, monkeypatc
     assert code == 0
     assert [int(found[f"process-0{attempt}.log"]) for attempt in ("", ".restart-1")] == counts
     assert sum("restart" in name for name in found) == counts[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "ready", "places"),
+    [
+        ({"min_processes": 2}, 0, ["0", "2"]),
+        ({}, 1, ["0", "2", "3"]),  # the spare does not run on the wrong device
+        ({"min_processes": 3}, 0, None),
+        ({}, 0, None),
+    ],
+)
+def test_the_place_of_a_wrong_device_is_not_used_again(job, monkeypatch, options, ready, places):
+    """Process 1 finds out, as all do; the others end first, with another code."""
+    monkeypatch.setattr(sys.modules["shardopt.runtime._launch"]._Spares, "ready", lambda self: ready)
+    script = (
+        "print(os.environ['SHARDOPT_PLACE'], flush=True)\n"
+        "if 'SHARDOPT_RESTART' in os.environ: sys.exit(0)\n"
+        "if rank == 2: (here / 'ended').touch()\n"
+        "while not (here / 'ended').exists(): time.sleep(0.01)\n"
+        "sys.exit(117 if rank == 1 else 1)\n"
+    )
+    code, said, attempts = job(script, max_restarts=1, **options)
+    found = {name: text.strip() for name, text in logs(job.folder).items()}
+    assert [found[f"process-{rank}.log"] for rank in range(3)] == ["0", "1", "2"]
+    assert said[0].startswith("launch: process 1 of 3 ended with exit code 117; the others were ended.\n")
+    if places is None:
+        assert (code, attempts, said[1:]) == (117, [0], ["launch: the job cannot go on without 1 process of 3."])
+        return
+    assert (code, attempts) == (0, [0, 1])
+    assert said[1:] == [f"launch: starting again with {len(places)} processes without place 1, restart 1 of 1."]
+    assert [found[f"process-{rank}.restart-1.log"] for rank in range(len(places))] == places
 
 
 def test_where_more_can_run_it_is_ended_and_started_again_with_more(job, monkeypatch):

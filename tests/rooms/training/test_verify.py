@@ -57,14 +57,9 @@ def first_state(opt):
 def test_a_wrong_device_is_named_and_its_step_neither_counts_nor_is_saved(opt, now, tmp_path, stuck):
     fault, logged = faults.Fault(1, "gradient", "flip", index=9, bit=20, leaf=0), []
     state, data = first_state(opt), with_fault(now, fault, 3, stuck=stuck)
-    with (
-        so.Checkpoints(tmp_path, every=2, keep=None) as checkpoints,
-        pytest.raises(SilentCorruptionError) as error,
-    ):
-        log = lambda step, metrics: logged.append(step)  # noqa: E731
-        fit(
-            opt, state, data, num_steps=8, verify_every=3, checkpoints=checkpoints, log=log, log_every=1, progress=False
-        )
+    options = {"log": lambda step, metrics: logged.append(step), "log_every": 1, "progress": False}
+    with so.Checkpoints(tmp_path, every=2, keep=None) as checkpoints, pytest.raises(SilentCorruptionError) as error:
+        fit(opt, state, data, num_steps=8, verify_every=3, checkpoints=checkpoints, **options)
     assert str(error.value) == (
         "fit: 1 device has wrong bits in the gradient of its own rows, at step 3 (batch 3, both counted from 0). "
         "The step is not used, and nothing was saved.\n"
