@@ -14,6 +14,7 @@ from support.seams import break_function
 
 import shardopt as so
 from shardopt.core._errors import CORRUPTED, SilentCorruptionError
+from shardopt.step._verified import REDUCTION
 from shardopt.training._fit import fit
 
 DEVICES = 3  # so that the others outvote one that is always wrong
@@ -209,6 +210,16 @@ def test_devices_of_a_pipeline_or_a_tensor_axis_are_suspected_together(split_run
         + "".join(f"  device {number} (cpu, process 0)\n" for number in suspects)
         + "Fix: take the host out of the job, and start again; shardopt launch --min-processes does both."
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "together"), [({"view": "global"}, ("data",)), ({"separable": True}, ())], ids=["global", "per_device"]
+)
+def test_in_the_global_view_all_devices_contribute_to_a_gradient(mesh_of, options, together):
+    """There a device has no gradient of its own rows, so a wrong sum says nothing of the devices that hold it."""
+    opt = so.fsdp(optax.sgd(0.1), mesh_of(data=4), loss_fn, min_shard_elements=1, **options)
+    verified, _ = opt.step.verified(first_state(opt), next(faults.batches(4)))
+    assert {column.together for column in verified.columns if column.phase == REDUCTION} == {together}
 
 
 @pytest.mark.slow
