@@ -371,3 +371,27 @@ def test_goodput_next_to_published_runs():
     ]
     assert f"differ by {abs(real['points']):.1f} points" in page("notes/goodput.md")
     assert real["holds"] == (abs(real["points"]) <= 3)
+
+
+def test_silent_corruption():
+    found, name = results("silent_corruption"), "howto/silent_corruption.md"
+    told = [
+        [strategy, every, f"{row['flops']:.3f}", f"{row['bytes sent']:.3f}"]
+        for strategy, costs in found["cost"].items()
+        for every, row in costs["times a plain step, by k"].items()
+    ]
+    assert rows(name, "strategy | k") == told
+    counts = ("change the state", "found", "named")
+    told = [
+        [strategy, *(f"{row['all'][count]:,}" for count in counts)] for strategy, row in found["faults, k = 1"].items()
+    ]
+    assert rows(name, "strategy | faults that change the state") == told
+    kinds = ("transient", "stuck", "a stored shard")
+    told = [
+        [where, *(f"{row[kind]['found']} of {row[kind]['change the state']}" for kind in kinds)]
+        for where, row in found["faults, k > 1"].items()
+    ]
+    assert rows(name, "strategy, k") == told
+    clean = found["clean steps"]
+    assert (sum(clean["steps"].values()), clean["false alarms"]) == (100_000, 0)
+    assert "In 100,000 verified steps without a fault there was no false alarm." in page(name)
