@@ -44,8 +44,8 @@ class Column(NamedTuple):
     Attributes:
       phase: `STATE`, `GRADIENT`, `REDUCTION`, `METRICS`, `UPDATE` or `WRITTEN`.
       copies: the mesh axes along which the summed arrays are copies, which must be equal.
-      together: the mesh axes along which devices exchange values while they compute what is summed, so that a wrong device
-        makes the results of the others wrong.
+      together: the mesh axes along which devices exchange values before the sum, so that a wrong device makes the results of
+        the others wrong.
     """
 
     phase: str
@@ -104,7 +104,7 @@ class VerifiedStep(NamedTuple):
         grads = _copies(config, grad_specs(config, layout))
         axes = tuple(axis for axis, size in config.mesh.shape.items() if size > 1)
         exchanging = tuple(axis for axis in axes if axis not in ("replica", "data"))
-        # Where not all gradients of a device are summed before the reduction, a wrong one first shows after it.
+        # A gradient that is not summed before its reduction first shows after it, at all devices that reduced it.
         is_partial = config.loss.view == "global" or (config.schedule is not None and config.placement.grads)
         return (
             *(Column(STATE, copies) for copies in state),

@@ -146,9 +146,9 @@ def _name(phase: str, items: Sequence[_Item], runs: Sequence[Evidence], indices:
 def _name_together(
     phase: str, runs: Sequence[Evidence], columns: Sequence[Column], indices: Sequence[int], sizes: Mapping[str, int]
 ) -> Verdict:
-    """Return the verdict on results to which several devices contributed.
+    """Return the verdict on results of several devices each.
 
-    A device is suspected if all results agree to which it did not contribute.
+    A device is suspected if the results of all the other devices agree.
     """
     count = math.prod(sizes.values())
     suspects = set(range(count))

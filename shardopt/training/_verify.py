@@ -126,22 +126,22 @@ class Verification:
         config, columns = self.verified.config, [column for column in self.verified.columns if column.phase == STATE]
         sizes, recorded = dict(config.mesh.shape), self._recorded(step)
         stored = Evidence(0, tuple(columns), state_sums(self.verified, state))
-        where = f"after {plural(step, 'step')}"
+        moment = f"after {plural(step, 'step')}"
         if (verdict := judge([stored], sizes, recorded)) is not None:
-            self._fail(verdict._replace(phase=SAVED), step, where)
+            self._fail(verdict._replace(phase=SAVED), step, moment)
         sums = leaf_sums(state)
         if total_of(sums) != total(stored.sums, columns, sizes):
-            self._fail(Verdict(SAVED, UNKNOWN, ()), step, where)
+            self._fail(Verdict(SAVED, UNKNOWN, ()), step, moment)
         return sums
 
     def _recorded(self, step: int) -> np.ndarray | None:
         return self.recorded[1] if self.recorded is not None and self.recorded[0] == step else None
 
-    def _fail(self, verdict: Verdict, step: int, where: str) -> NoReturn:
+    def _fail(self, verdict: Verdict, step: int, moment: str) -> NoReturn:
         assert self.verified is not None
         devices = [self.verified.config.mesh.devices.flat[position] for position in verdict.positions]
         processes = sorted({device.process_index for device in devices})
-        message = corruption_text(verdict, devices, where)
+        message = corruption_text(verdict, devices, moment)
         exit_code = CORRUPTED if jax.process_index() in processes else 1
         if processes and exit_code != CORRUPTED:
             time.sleep(HEAD_START)
@@ -152,19 +152,19 @@ class Verification:
         raise error
 
 
-def corruption_text(verdict: Verdict, devices: Sequence[Any], where: str) -> str:
+def corruption_text(verdict: Verdict, devices: Sequence[Any], moment: str) -> str:
     """Return the message about a difference."""
     lines = [f"device {device.id} ({device.device_kind}, process {device.process_index})" for device in devices]
     fix = "take the host out of the job, and start again; shardopt launch --min-processes does both."
     if verdict.kind == NAMED:
         verb = "has" if len(devices) == 1 else "have"
-        problem = f"{plural(len(devices), 'device')} {verb} wrong bits in {verdict.phase}, {where}."
+        problem = f"{plural(len(devices), 'device')} {verb} wrong bits in {verdict.phase}, {moment}."
     elif verdict.kind == ONE_OF:
-        problem = f"one of {plural(len(devices), 'device')} has wrong bits in {verdict.phase}, {where}; the others cannot tell which."
+        problem = f"one of {plural(len(devices), 'device')} has wrong bits in {verdict.phase}, {moment}; the others cannot tell which."
     elif verdict.kind == NOT_DETERMINISTIC:
-        problem = f"{verdict.phase} is not deterministic here: most devices get other bits when they compute it again, {where}."
+        problem = f"{verdict.phase} is not deterministic here: most devices get other bits when they compute it again, {moment}."
         fix = "use deterministic operations (on GPUs XLA_FLAGS=--xla_gpu_deterministic_ops=true), or leave verify_every out."
     else:
-        problem = f"a device has wrong bits in {verdict.phase}, {where}; an exchange between devices hides which one."
+        problem = f"a device has wrong bits in {verdict.phase}, {moment}; an exchange between devices hides which one."
         fix = "start again from the last checkpoint; if it happens again, test the devices one by one."
     return format_error("fit", f"{problem} The step is not used, and nothing was saved.", lines, fix)

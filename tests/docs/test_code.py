@@ -15,17 +15,7 @@ PAGES = sorted(page for page in (ROOT / "docs").rglob("*.md") if page != ROOT / 
 
 QUICK = ["any_loss", "asynchronous", "blocks", "checkpoints", "clusters", "data_parallel", "matrices", "tutorial"]
 QUICK += [
-    f"howto/{name}"
-    for name in (
-        "debug_a_nan",
-        "ema",
-        "loss_spike",
-        "optimizer",
-        "own_loop",
-        "preemption",
-        "profile",
-        "silent_corruption",
-    )
+    f"howto/{name}" for name in ("debug_a_nan", "ema", "loss_spike", "optimizer", "own_loop", "preemption", "profile")
 ]
 """Pages that take at most two seconds of CPU. The other pages run in the slow tier."""
 
