@@ -224,7 +224,7 @@ def _results(jaxpr: ClosedJaxpr | Jaxpr, operands: Sequence[jax.Array]) -> tuple
             all_results += inner_results
         else:
             variables = list(inputs_of(eqn))
-            arrays = part_of(Trace(opened, (), {}), {i}, variables, eqn.outvars)(*map(read, variables))
+            arrays = part_of(Trace(opened, consts, {}), {i}, variables, eqn.outvars)(*map(read, variables))
             all_results.append(list(arrays))
         known |= dict(zip(eqn.outvars, arrays, strict=True))
     return list(map(read, opened.outvars)), all_results

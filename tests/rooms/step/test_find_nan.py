@@ -58,8 +58,12 @@ def test_forward(strategy, mesh, options, mesh_of):
     assert found.micro_batch == (1 if "micro_batches" in options else 0)
 
 
+CONSTANTS = np.array([[1, 2, 3]], np.float32)  # a trace holds arrays of numpy as constants, those of jnp as operations
+MASK = np.tri(3, dtype=bool)
+
+
 def root(params, batch):
-    norms = jnp.sqrt(jnp.sum((batch * params["w"][None]) ** 2, -1))
+    norms = jnp.sqrt(jnp.sum((batch * CONSTANTS * params["w"][None]) ** 2, -1))
     return jnp.mean(norms) + 0 * params["other"]
 
 
@@ -75,7 +79,7 @@ def test_backward_and_its_cause(mesh_of):
 
 
 def attend(w, x):
-    scores = jnp.where(jnp.tri(3, dtype=bool), x[:, :, None] * x[:, None, :], -jnp.inf)
+    scores = jnp.where(MASK, x[:, :, None] * x[:, None, :], -jnp.inf)
     return x + jax.nn.softmax(scores, -1)[:, 0] * jnp.exp(w["rate"])
 
 
