@@ -2,6 +2,7 @@
 
     python benchmarks/silent_corruption.py --part cost
     python benchmarks/silent_corruption.py --part faults --draws 10000
+    python benchmarks/silent_corruption.py --part further --draws 110
     python benchmarks/silent_corruption.py --part windows --draws 400
     python benchmarks/silent_corruption.py --part clean --steps 100000
 
@@ -35,7 +36,7 @@ from shardopt.training._verify import Verification
 
 OUTPUT = Path(__file__).parent / "results" / "silent_corruption.json"
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
-KS = (1, 10, 100, 1000)
+KS = (1, 2, 5, 10, 100, 1000)
 
 
 def save(part, results, output):
@@ -53,7 +54,8 @@ def counted(rig, every, draws, seed):
     for number in range(draws):
         fault, at = faults.draw(rng, 4), int(rng.integers(every))
         window = rig.window(every, number, fault, at, stuck=is_stuck(fault))
-        named = window.names(rig.mesh.devices.flat[fault.device])
+        device = rig.mesh.devices.flat[fault.device]
+        named = window.names(device)
         kinds = ["all", fault.site, fault.kind]
         if every > 1:
             kinds = ["a stored shard" if fault.site == "shard" else "stuck" if is_stuck(fault) else "transient"]
@@ -62,6 +64,7 @@ def counted(rig, every, draws, seed):
             counts[kind, "change the state"] += window.changed
             counts[kind, "found"] += window.changed and window.error is not None
             counts[kind, "named"] += window.changed and named
+            counts[kind, "suspected"] += window.changed and window.suspects(device)
         if window.changed and not named and len(missed) < 10:
             missed.append([*fault, None if window.error is None else [window.error.phase, window.error.devices]])
     table = {kind: {count: int(counts[kind, count]) for k, count in counts if k == kind} for kind, _ in counts}
@@ -77,6 +80,17 @@ def faults_part(draws, output):
             results[name] = counted(rig, 1, draws // len(STRATEGIES), seed)
             print(name, results[name], round(time.process_time() - start), flush=True)
             save("faults, k = 1", results, output)
+
+
+def further_part(draws, output):
+    """Inject faults into whole matrices and experts, `draws` into each."""
+    results = {}
+    with pytest.MonkeyPatch.context() as patch:
+        now = faults.install(patch, break_function)
+        for seed, name in enumerate(faults.further_strategies(jax.devices())):
+            results[name] = counted(faults.Rig(name, now, jax.devices()), 1, draws, seed)
+            print(name, results[name], flush=True)
+            save("faults in matrices and experts", results, output)
 
 
 def windows_part(draws, output):
@@ -173,7 +187,7 @@ def cost_part(output):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=["cost", "faults", "windows", "clean"], required=True)
+    parser.add_argument("--part", choices=["cost", "faults", "further", "windows", "clean"], required=True)
     parser.add_argument("--draws", type=int, default=10_000)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--output", type=Path, default=OUTPUT)
@@ -184,4 +198,4 @@ if __name__ == "__main__":
     elif options.part == "clean":
         clean_part(options.steps, options.output)
     else:
-        {"faults": faults_part, "windows": windows_part}[options.part](options.draws, options.output)
+        {"faults": faults_part, "further": further_part, "windows": windows_part}[options.part](options.draws, options.output)

@@ -90,13 +90,13 @@ class NonFinite(NamedTuple):
 def find_nan(opt: ShardedOptimizer, state: TrainState, batch: PyTree) -> NonFinite | None:
     """Find the first operation of a step with a NaN or infinite result, and the leaf, row and device that it belongs to.
 
-    The loss of the whole batch runs on one device, operation by operation, then its gradient. Loops and calls are opened
-    where they give such a value, so the search names a single operation, with the turns of the loops around it. An infinity
-    that does not reach the loss or a gradient is no finding, such as the -inf of a mask. Then the batch is filled with
-    copies of some of its rows, to find the rows that suffice.
+    The loss runs on one device, for each piece of the batch that a device and a micro-batch have, with the key of the step;
+    in the global view for the whole batch. Then its gradient does. The first bad piece runs operation by operation. Loops
+    and calls are opened where they give such a value, so the search names a single operation, with the turns of the loops
+    around it. An infinity that does not reach the loss or a gradient is no finding, such as the -inf of a mask. Then bad
+    pieces are filled with copies of some of their rows, to find the rows that suffice.
 
-    A loss that takes a random key runs for each piece of the batch, device and micro-batch, with the key of the step. On a
-    context axis all positions get the key of the first device.
+    On a context axis all positions get the key of the first device.
 
     Args:
       opt: a synchronous strategy; for `local_sgd` and `diloco`, the strategy inside.
@@ -122,7 +122,8 @@ def find_nan(opt: ShardedOptimizer, state: TrainState, batch: PyTree) -> NonFini
       >>> found.kind, found.direction, found.operation, found.leaf, found.rows, len(found.devices)
       ('NaN', 'forward', 'log', 'w', (5,), 1)
 
-    **Memory**: parameters, gradients and the whole batch with its activations, on the first device of each process.
+    **Memory**: parameters, gradients and the activations of a piece, on the first device of each process. If no piece is bad, the
+    whole batch runs at once too.
 
     **jax_debug_nans**: with `jax.config.update("jax_debug_nans", True)`, `opt.step` and `opt.evaluate` raise a
     FloatingPointError in the per-device view too, if a result of the program is NaN. The traceback ends at the line of the
@@ -137,13 +138,9 @@ def find_nan(opt: ShardedOptimizer, state: TrainState, batch: PyTree) -> NonFini
         problem = "replicas of this strategy train apart, each with its own parameters."
         raise ValueError(error_text(problem, fix="search in the strategy that was combined."))
     layout = make_layout(config, abstract(state.params))
-    pieces = _pieces(config, layout, state, batch)
+    pieces = list(_pieces(config, layout, state, batch))
     with jax.debug_nans(False), jax.debug_infs(False), jax.set_mesh(None), jax.default_device(jax.local_devices()[0]):
-        search = _Search(config, layout, jax.tree.map(_values, state.params), jax.tree.map(_values, batch))
-        for rows, key in pieces:
-            if (finding := search.of_piece(rows, key)) is not None:
-                return finding
-    return None
+        return _Search(config, layout, jax.tree.map(_values, state.params), jax.tree.map(_values, batch)).run(pieces)
 
 
 def _values(leaf: PyTree) -> PyTree:
@@ -155,22 +152,31 @@ def _values(leaf: PyTree) -> PyTree:
     return gather_to_host(leaf)
 
 
-def _pieces(
-    config: StrategyConfig, layout: Layout, state: TrainState, batch: PyTree
-) -> Iterator[tuple[np.ndarray | None, jax.Array | None]]:
-    """Yield the rows of each piece and its random key; all rows at once, as None, if the loss takes no key."""
-    if not takes_rng(config.loss.loss_fn):
-        yield None, None
-        return
+class _Piece(NamedTuple):
+    """Rows that the loss gets at once, all as None, and its random key."""
+
+    rows: np.ndarray | None
+    key: jax.Array | None
+
+
+_WHOLE = _Piece(None, None)
+
+
+def _pieces(config: StrategyConfig, layout: Layout, state: TrainState, batch: PyTree) -> Iterator[_Piece]:
+    """Yield the pieces of a step: the rows of each device and micro-batch; all rows if the loss sees all at once."""
+    takes_key = takes_rng(config.loss.loss_fn)
     per_device = Views(config, training=True).of(layout, place_batch(config, batch)) == "per_device"
     shares, count = config.axes.num_row_shares, config.loss.micro_batches
     cannot_cut = len(row_counts(config, batch)) != 1 or num_rows(config, batch) % (shares * count)
+    if not takes_key and (cannot_cut or not per_device):
+        yield _WHOLE
+        return
     rows = None if cannot_cut else np.arange(num_rows(config, batch)).reshape(shares, count, -1)
     step, rng = _values(state.step), _values(state.rng)
-    for m in range(1 if rows is None else count):
-        for d in range(shares if per_device else 1):
-            key = step_key(config, step, rng, m, device=d * config.axes.num_position_shares)
-            yield None if rows is None else rows[d, m] if per_device else rows[:, m].reshape(-1), key
+    for d in range(shares if per_device else 1):
+        for m in range(1 if rows is None else count):
+            key = step_key(config, step, rng, m, device=d * config.axes.num_position_shares) if takes_key else None
+            yield _Piece(None if rows is None else rows[d, m] if per_device else rows[:, m].reshape(-1), key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,35 +195,50 @@ class _Search:
     params: PyTree
     batch: PyTree
 
-    def of_piece(self, rows: np.ndarray | None, key: jax.Array | None) -> NonFinite | None:
-        """Return the finding in some rows; None if everything is finite."""
-        batch = self.batch if rows is None else self.select(self.batch, rows)
-        program = jax.jit(self.flags, compiler_options=quick_compilation())
-        leaves = self.layout.treedef.flatten_up_to(self.params)
-        bad_forward, bad_gradients = jax.device_get(program(leaves, batch, key))
-        if not bad_forward and not any(bad_gradients):
-            return None
-        trained_paths = [plan.path for plan in self.layout.trained]
-        gradients = () if bad_forward else tuple(p for p, bad in zip(trained_paths, bad_gradients, strict=True) if bad)
-        function = self.loss_of if bad_forward else self.gradients_of
-        args = jax.tree.map(jnp.asarray, (leaves, batch, key))
-        closed = jax.make_jaxpr(function)(*args)
-        origin = first_origin(closed, jax.tree.leaves(args), len(leaves))
+    def run(self, pieces: Sequence[_Piece]) -> NonFinite | None:
+        """Return the finding: in the forward pass of the first bad piece, else in its gradients; None if all is finite."""
+        without_key = pieces[0].key is None
+        for direction, flags in (("forward", self.bad_values), ("backward", self.bad_gradients)):
+            program = jax.jit(flags, compiler_options=quick_compilation())
+            flags_by_piece = [(piece, self.flags_of(program, piece)) for piece in pieces]
+            if not any(flags.any() for _, flags in flags_by_piece) and without_key and len(pieces) > 1:
+                # The sum over the pieces may overflow, and their weight may be 0.
+                flags_by_piece = [(_WHOLE, self.flags_of(program, _WHOLE))]
+            if bad_pieces := [piece for piece, flags in flags_by_piece if flags.any()]:
+                is_bad = np.any([flags for _, flags in flags_by_piece], axis=0)
+                return self.in_pieces(direction, program, bad_pieces, is_bad)
+        return None
+
+    def flags_of(self, program: Callable[..., jax.Array], piece: _Piece, rows: np.ndarray | None = None) -> np.ndarray:
+        """Return the flags of a program for a piece, or for a piece of other rows."""
+        batch = self.select(piece.rows if rows is None else rows)
+        return np.asarray(program(self.leaves, batch, piece.key))
+
+    def in_pieces(
+        self, direction: str, program: Callable[..., jax.Array], pieces: Sequence[_Piece], is_bad: np.ndarray
+    ) -> NonFinite:
+        """Return the finding in the first of some bad pieces, with rows of all of them."""
+        gradients: tuple[str, ...] = ()
+        if direction == "backward":
+            gradients = tuple(plan.path for plan, bad in zip(self.layout.trained, is_bad, strict=True) if bad)
+        batch, function = self.select(pieces[0].rows), self.loss_of if direction == "forward" else self.gradients_of
+        args = jax.tree.map(jnp.asarray, (self.leaves, batch, pieces[0].key))
+        origin = first_origin(jax.make_jaxpr(function)(*args), jax.tree.leaves(args), len(self.leaves))
         paths = [plan.path for plan in self.layout.plans]
         paths += [f"batch/{path}".rstrip("/") for path, _ in leaves_with_paths(batch)]
+        bad_rows: list[int] = []
+        for piece in pieces if len(row_counts(self.config, batch)) == 1 else ():
+            bad_rows += self.bad_rows(program, piece, _MOST_ROWS - len(bad_rows))
+        return self.finding(origin, paths, direction, gradients, tuple(bad_rows))
 
-        bad_rows: tuple[int, ...] = ()
-        if len(row_counts(self.config, batch)) == 1:
-            numbers = np.arange(num_rows(self.config, batch))
+    def bad_rows(self, program: Callable[..., jax.Array], piece: _Piece, most: int) -> list[int]:
+        """Return up to `most` rows of a bad piece that are bad alone, in a piece that is filled with copies of them."""
+        rows = np.arange(num_rows(self.config, self.batch)) if piece.rows is None else piece.rows
 
-            def is_bad(suspects: np.ndarray) -> bool:
-                filled = self.select(batch, np.resize(suspects, numbers.size))
-                forward, backward = jax.device_get(program(leaves, filled, key))
-                return bool(forward) or (not bad_forward and any(backward))
+        def is_bad(suspects: np.ndarray) -> bool:
+            return bool(self.flags_of(program, piece, np.resize(suspects, rows.size)).any())
 
-            bad_rows = tuple(_smallest_parts(is_bad, numbers))
-            bad_rows = bad_rows if rows is None else tuple(int(rows[i]) for i in bad_rows)
-        return self.finding(origin, paths, "forward" if bad_forward else "backward", gradients, bad_rows)
+        return _smallest_parts(is_bad, rows, most)
 
     def finding(
         self,
@@ -255,6 +276,10 @@ class _Search:
         )
 
     @property
+    def leaves(self) -> list[jax.Array]:
+        return self.layout.treedef.flatten_up_to(self.params)
+
+    @property
     def num_shares(self) -> int:
         return self.config.axes.num_row_shares
 
@@ -266,9 +291,11 @@ class _Search:
         bounds = {device: index[0].indices(count) for device, index in rows.devices_indices_map((count,)).items()}
         return tuple(device for device, (start, stop, _) in bounds.items() if start <= row < stop)
 
-    def select(self, batch: PyTree, rows: np.ndarray) -> PyTree:
+    def select(self, rows: np.ndarray | None) -> PyTree:
         """Return the batch with these rows."""
-        return map_rows(self.config, lambda leaf, dim: leaf[(slice(None),) * dim + (rows,)], batch)
+        if rows is None:
+            return self.batch
+        return map_rows(self.config, lambda leaf, dim: leaf[(slice(None),) * dim + (rows,)], self.batch)
 
     def loss_of(self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None) -> tuple[jax.Array, PyTree]:
         """Return the loss of some rows, and the new values of frozen leaves."""
@@ -282,42 +309,42 @@ class _Search:
         model = as_block_model(loss_fn)
         returned = call(loss_fn, key, 0, params, batch) if model is None else run_blocks(model, params, batch, key)
         parts = loss_parts(self.config.strategy, returned, rows)
-        if key is None:
+        if key is None and rows == num_rows(self.config, self.batch):
             return value_of(parts.loss), parts.updates
         # the weight of a piece may be 0: the step divides by the weight of all pieces
         return jnp.sum(jnp.stack(jax.tree.leaves(parts.loss.total))), parts.updates
 
     def gradients_of(self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None) -> list[jax.Array]:
         """Return the gradients of the trained leaves."""
-        return self.value_and_gradients(leaves, batch, key)[1]
 
-    def value_and_gradients(
-        self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None
-    ) -> tuple[PyTree, list[jax.Array]]:
         def loss(trained):
             merged = self.layout.treedef.flatten_up_to(self.layout.merge(leaves, trained))
-            value, updates = self.loss_of(merged, batch, key)
-            return value, (value, updates)
+            return self.loss_of(merged, batch, key)[0]
 
-        gradients, values = jax.grad(loss, has_aux=True)(self.layout.trained_leaves(leaves))
-        return values, gradients
+        return jax.grad(loss)(self.layout.trained_leaves(leaves))
 
-    def flags(self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None) -> tuple[jax.Array, list[jax.Array]]:
-        """Return whether a value of the forward pass is not finite, and the same for each gradient."""
-        values, gradients = self.value_and_gradients(leaves, batch, key)
-        bad_values = [~jnp.isfinite(x).all() for x in jax.tree.leaves(values)]
-        return jnp.stack(bad_values).any(), [~jnp.isfinite(x).all() for x in gradients]
+    def bad_values(self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None) -> jax.Array:
+        """Return for each value of the forward pass whether it is not finite."""
+        return _bad(self.loss_of(leaves, batch, key))
+
+    def bad_gradients(self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None) -> jax.Array:
+        """Return for each gradient whether it is not finite."""
+        return _bad(self.gradients_of(leaves, batch, key))
 
 
-def _smallest_parts(is_bad: Callable[[np.ndarray], bool], rows: np.ndarray) -> list[int]:
-    """Return up to `_MOST_ROWS` rows that are bad alone, by halving; `rows` together are bad."""
+def _bad(tree: PyTree) -> jax.Array:
+    return jnp.stack([~jnp.isfinite(x).all() for x in jax.tree.leaves(tree)])
+
+
+def _smallest_parts(is_bad: Callable[[np.ndarray], bool], rows: np.ndarray, most: int) -> list[int]:
+    """Return up to `most` rows that are bad alone, by halving; `rows` together are bad."""
     if rows.size == 1:
-        return [int(rows[0])]
+        return [int(rows[0])][:most]
     bad_rows: list[int] = []
     for half in np.array_split(rows, 2):
-        if len(bad_rows) < _MOST_ROWS and is_bad(half):
-            bad_rows += _smallest_parts(is_bad, half)
-    return bad_rows[:_MOST_ROWS]
+        if len(bad_rows) < most and is_bad(half):
+            bad_rows += _smallest_parts(is_bad, half, most - len(bad_rows))
+    return bad_rows
 
 
 _LIBRARIES = (str(Path(jax.__file__).parent), str(Path(__file__).parents[1]))

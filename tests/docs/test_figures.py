@@ -395,3 +395,31 @@ def test_silent_corruption():
     clean = found["clean steps"]
     assert (sum(clean["steps"].values()), clean["false alarms"]) == (100_000, 0)
     assert "In 100,000 verified steps without a fault there was no false alarm." in page(name)
+
+
+def test_norms():
+    found, name = results("norms_cost"), "howto/loss_spike.md"
+    told = [
+        [
+            *row_name.partition(",")[0::2],
+            f"{row['share of a step']['flops']:.2%}",
+            f"{row['share of a step']['bytes sent']:.3%}",
+            f"{row['share of a step']['seconds']:.1%}",
+            str(row["smallest k"]["seconds"]),
+        ]
+        for row_name, row in found.items()
+    ]
+    told = [[strategy, size.strip().partition(",")[0], *shares] for strategy, size, *shares in told]
+    assert rows(name, "strategy | width x layers") == told
+    assert f"With `metrics_every={max(row['smallest k']['seconds'] for row in found.values())}` or more" in page(name)
+    read = [row["share of a step"]["bytes accessed"] for row in found.values()]
+    assert f"{min(read):.0%} to {max(read):.0%} of the bytes of a plain step" in page(name)
+    assert {row["further reduced arrays"] for row in found.values()} == {1}
+    assert max(row["further all-reduces"] for row in found.values()) == 1
+
+
+def test_find_nan():
+    found, name = results("find_nan"), "howto/debug_a_nan.md"
+    told = [[*row_name.split(", "), f"{row['core seconds']:.1f}"] for row_name, row in found["searches"].items()]
+    assert rows(name, "strategy | bad values") == told
+    assert f"a GPT of {found['parameters'] / 1e6:.1f} million parameters" in page(name)

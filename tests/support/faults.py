@@ -84,10 +84,26 @@ def loss(params, batch):
     return jnp.mean((hidden @ weights["w2"] - batch["y"]) ** 2)
 
 
-def first_params():
+def expert_loss(params, batch):
+    """The loss of a mixture of experts, with the same sites."""
+    code = batch["fault"][0]
+    leaves, treedef = jax.tree.flatten(params)
+    for i, leaf in enumerate(leaves):
+        leaves[i] = of_gradient(at_site("weight", leaf, code, i, len(leaves)), code, i, len(leaves))
+    weights = treedef.unflatten(leaves)
+    mixed, _ = so.nn.mixture_of_experts(weights["experts"], batch["x"][:, None], weights["router"], top_k=2)
+    hidden = at_site("activation", mixed[:, 0], code)
+    return jnp.mean((hidden @ weights["w"] - batch["y"]) ** 2)
+
+
+def first_params(name="ddp"):
     draws = np.random.default_rng(0)
     shapes = {"w1": (WIDTH, WIDTH), "w2": (WIDTH, WIDTH), "b": (WIDTH,)}
-    return {name: (draws.normal(size=shape) / 3).astype(np.float32) for name, shape in shapes.items()}
+    if name.startswith("experts"):
+        experts = {"up": (4, WIDTH, WIDTH), "down": (4, WIDTH, WIDTH)}
+        shapes = {"experts": experts, "router": (WIDTH, 4), "w": (WIDTH, WIDTH)}
+    draw = lambda shape: (draws.normal(size=shape) / 3).astype(np.float32)  # noqa: E731
+    return jax.tree.map(draw, shapes, is_leaf=lambda shape: isinstance(shape, tuple))
 
 
 def batches(devices):
@@ -99,7 +115,7 @@ def batches(devices):
 
 
 def strategies(devices):
-    """Return name -> optimizer, on four devices."""
+    """Return name -> optimizer, on four devices that exchange nothing before the reduction of the gradients."""
     mesh, options = so.make_mesh(data=4, devices=devices[:4]), {"min_shard_elements": 1, "separable": True}
     tx = optax.adam(0.01)
     return {
@@ -108,6 +124,19 @@ def strategies(devices):
         "zero2": lambda: so.zero(tx, mesh, loss, stage=2, **options),
         "fsdp": lambda: so.fsdp(tx, mesh, loss, **options),
         "hsdp": lambda: so.fsdp(tx, so.make_mesh(replica=2, data=2, devices=devices[:4]), loss, **options),
+    }
+
+
+def further_strategies(devices):
+    """Return name -> optimizer: Muon on whole matrices, and experts, whose devices exchange tokens within a step."""
+    mesh, expert_mesh = (so.make_mesh(**sizes, devices=devices[:4]) for sizes in ({"data": 4}, {"data": 2, "expert": 2}))
+    options, muon = {"min_shard_elements": 1, "separable": True}, optax.contrib.muon(0.01)
+    experts = {"expert_leaves": ["^experts/"], "separable": True}
+    return {
+        "Muon, zero1": lambda: so.zero(muon, mesh, loss, stage=1, opt_state_layout="matrices", **options),
+        "Muon, fsdp": lambda: so.fsdp(muon, mesh, loss, opt_state_layout="matrices", **options),
+        "experts, ddp": lambda: so.ddp(optax.adam(0.01), expert_mesh, expert_loss, **experts),
+        "experts, fsdp": lambda: so.fsdp(optax.adam(0.01), expert_mesh, expert_loss, min_shard_elements=1, **experts),
     }
 
 
@@ -232,17 +261,21 @@ class Window(NamedTuple):
         """Return whether the error names this device alone."""
         return self.error is not None and self.error.devices == (device.id,)
 
+    def suspects(self, device):
+        """Return whether the error names this device, alone or with others."""
+        return self.error is not None and device.id in self.error.devices
+
 
 class Rig:
     """Runs windows of k steps, the last of them verified, with a fault in one of them."""
 
     def __init__(self, name, now, devices):
         self.name, self.now = name, now
-        self.opt = strategies(devices)[name]()
+        self.opt = (strategies(devices) | further_strategies(devices))[name]()
         self.mesh, self.batches = self.opt.mesh, list(itertools.islice(batches(4), 16))
         self.verification = Verification(self.opt, 1, None, num_steps=10**9)
         self.now.update(fault=None, stuck=False, runs=0)
-        first = self.opt.init(first_params())
+        first = self.opt.init(first_params(name))
         self.state, _ = self.verification.take_step(first, self.batches[-1], 0, 0)
         self.recorded = self.verification.recorded
         self.clean = {}
