@@ -213,7 +213,7 @@ def test_line_searches_evaluate_the_loss_of_the_union_batch(strategy, search, me
     assert expected[-1][0] < expected[0][0]
 
 
-@pytest.mark.parametrize("model", ["function", "blocks"])
+@pytest.mark.parametrize("model", tiered(["function", "blocks"], lambda model: model == "blocks"))
 def test_gather_dtype_computes_in_half_precision_with_fp32_masters(model, mesh_of):
     seen = []
 

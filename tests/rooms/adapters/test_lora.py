@@ -105,8 +105,6 @@ MESHES = {
 @pytest.mark.parametrize(
     ("mesh", "base", "low_rank_products"),
     [
-        ("fsdp, tensor", "float", True),
-        ("fsdp, tensor", "nf4", False),
         ("pipeline", "int8", True),
         *(
             pytest.param(mesh, base, products, marks=pytest.mark.slow)

@@ -101,7 +101,7 @@ def test_in_the_warm_up_they_agree_in_every_step(strategy_of, new_params, new_ba
     ("how", "every", "patience", "times", "stride"),
     [
         ({"sync_every": 10}, 2, 3, 5, 10),  # the last of the five would see another agreement, four are too many
-        ({"sync_every": 12, "fragments": 2, "delay": 4}, 3, 2, 3, 6),
+        pytest.param({"sync_every": 12, "fragments": 2, "delay": 4}, 3, 2, 3, 6, marks=pytest.mark.slow),
         pytest.param({"sync_every": 4}, 1, 3, 4, 4, marks=pytest.mark.slow),
     ],
 )

@@ -126,7 +126,7 @@ def with_statistics(params, batch):
     return loss, {"stats": so.Updated({"mean": mean, "seen": params["seen"] + 1 + jnp.int32(batch["x"][0, 0] > 0)})}
 
 
-@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("delay", tiered([0, 1], bool))
 def test_leaves_that_the_loss_updates_are_averaged_when_replicas_agree(delay, strategy_of, new_batches, steps_on, x64):
     """Each replica keeps its own between; the shared ones, which evaluation sees, follow at each agreement."""
     params = {"w": jnp.ones((3, 2)), "mean": jnp.zeros(3), "seen": jnp.int32(0)}

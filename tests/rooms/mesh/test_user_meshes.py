@@ -50,7 +50,7 @@ ROWS = {  # mesh, axes, rules, set_mesh, the spec of up
     "our names, explicit": (mesh_of_kind(AxisType.Explicit, data=8), None, (), None, P(None, "data")),
     "our names": (so.make_mesh(), None, (), EXPLICIT, P(None, "data")),
 }
-QUICK = ("explicit, another set", "merged, another set", "HSDP", "size 1")
+QUICK = ("explicit, another set", "HSDP")
 
 
 def under(mesh):

@@ -41,7 +41,7 @@ def test_parameters_are_counted_right(tied):
     assert gpt.num_parameters(config) == 50 * 24 * (1 if tied else 2) + 3 * (10 * 24 * 24 + 48) + 24
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", tiered([True, False], lambda tied: not tied))
 def test_loss_starts_at_that_of_a_uniform_guess(tied):
     config = gpt.GPTConfig(dim=256, num_layers=2, tied=tied)
     params = gpt.init(config, jax.random.key(0))

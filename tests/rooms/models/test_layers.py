@@ -48,7 +48,7 @@ def test_rotation_is_the_papers():
     np.testing.assert_allclose(rotated, np.concatenate([turned.real, turned.imag]), rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 def test_rotation_on_tpu_swaps_halves_by_a_product_and_is_the_same(dtype, monkeypatch):
     x, positions = draw(0, 2, 5, 3, 8).astype(dtype), jnp.arange(10).reshape(2, 5)
     rotated, back = jax.vjp(lambda x: rotate(x, positions), x)
@@ -103,7 +103,9 @@ def test_swiglu_keeps_gate_and_up_for_the_backward_pass_and_nothing_between():
     assert len(of_hidden) == 2
 
 
-@pytest.mark.parametrize(("dtype", "rtol"), [(jnp.float32, 1e-5), (jnp.bfloat16, 3e-2)], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [(jnp.float32, 1e-5), pytest.param(jnp.bfloat16, 3e-2, marks=pytest.mark.slow)]
+)
 def test_attention_is_that_of_jax_and_so_is_its_gradient(dtype, rtol):
     weights = draw(3, 2, 7, 3, 8).astype(dtype)
 

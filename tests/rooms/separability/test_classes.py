@@ -8,7 +8,7 @@ from support.tiers import tiered
 
 ROWS = [(name, row) for name, losses in CLASSES.items() for row in losses]
 QUICK = {(name, row) for name, losses in CLASSES.items() for row in list(losses)[::8]}
-SLOW_TO_INITIALISE = ("linen", "nnx", "equinox")
+SLOW_TO_INITIALISE = ("linen", "nnx", "equinox", "buffer in scan")
 
 
 @pytest.mark.fast

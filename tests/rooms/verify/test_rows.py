@@ -49,10 +49,10 @@ def test_a_lost_sum_fails_the_row_of_its_strategy(monkeypatch):
 @pytest.mark.parametrize(
     "training",
     [
-        Training("diloco", {"replica": 2}, model="odd sizes"),
+        pytest.param(Training("diloco", {"replica": 2}, model="odd sizes"), marks=pytest.mark.slow),
         Training("async_sgd", {}, model="odd sizes"),
-        Training("fsdp", {"expert": 2}, "adamw", "moe"),
-        Training("fsdp", {"context": 2}, model="ring attention"),
+        pytest.param(Training("fsdp", {"expert": 2}, "adamw", "moe"), marks=pytest.mark.slow),
+        pytest.param(Training("fsdp", {"context": 2}, model="ring attention"), marks=pytest.mark.slow),
         Training("zero1", {}, "lamb", "odd sizes", dtype="float64"),
     ],
     ids=str,
