@@ -59,10 +59,15 @@ print("done")
 """
 
 
-def test_a_script_is_launched_and_an_error_of_one_process_ends_all_at_once(start, tmp_path):
+@pytest.mark.slow
+def test_a_script_is_launched_and_ends_well(start, tmp_path):
     (tmp_path / "mine.py").write_text(SCRIPT)
     good, _ = (job := start("--", "mine.py", "well")).communicate(timeout=300)
     assert (job.returncode, good) == (0, "done\n")
+
+
+def test_a_script_is_launched_and_an_error_of_one_process_ends_all_at_once(start, tmp_path):
+    (tmp_path / "mine.py").write_text(SCRIPT)
     # Without our hook jax would wait five minutes for the other process, and the other one for it.
     bad, _ = (job := start("--log-dir", "here", "--", "mine.py", "fail")).communicate(timeout=100)
     assert job.returncode == 1
@@ -154,6 +159,7 @@ def test_wherever_a_process_is_killed_the_outcome_is_that_of_an_unbroken_run(sta
     assert last("broken") == last("whole")
 
 
+@pytest.mark.slow
 def test_devices_that_cannot_be_shared_are_refused_by_all(start, tiny, tmp_path):
     job = start("--processes", 2, "--", *tiny, "--devices", 7, "--run-dir", tmp_path / "run")
     said, _ = job.communicate(timeout=100)

@@ -134,6 +134,7 @@ def test_early_stopping_that_ends_any_run_is_refused(
     assert run(patience, evaluate=lambda state: {"val_loss": 1.0}).stopped == "exhausted"  # nobody knows of what
 
 
+@pytest.mark.slow
 def test_a_run_that_is_just_not_refused_sees_an_agreement(strategy_of, new_params, new_batches):
     """H = 4, evaluated every 2 steps, patience 2: at 2, 4 (another value), 6, 8 (another)."""
     opt = so.local_sgd(strategy_of("ddp", optax.sgd(0.01)), sync_every=4)

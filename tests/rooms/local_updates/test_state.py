@@ -34,7 +34,7 @@ def test_synchronize_makes_all_equal_to_the_mean_and_a_second_time_changes_nothi
 REDUCERS = [None, so.reducers.error_feedback(so.reducers.top_k(0.2))]
 
 
-@pytest.mark.parametrize("reducer", tiered(REDUCERS, bool, ids=lambda one: getattr(one, "name", "exact")))
+@pytest.mark.parametrize("reducer", tiered(REDUCERS, lambda one: False, ids=lambda one: getattr(one, "name", "exact")))
 def test_synchronize_leaves_nothing_on_its_way_that_would_count_twice(
     reducer, strategy_of, new_params, new_batches, steps_on, apart, x64
 ):
@@ -104,7 +104,8 @@ def test_evaluate_takes_the_shared_parameters(strategy_of, new_params, new_batch
     batches = new_batches(5)
     state, _ = steps_on(opt, opt.init(new_params()), batches)
     value = opt.evaluate(state, batches[0])["loss"]
-    np.testing.assert_allclose(value, model_of().loss_fn(jax.device_get(state.params), batches[0]), rtol=1e-12)
+    expected = jax.jit(model_of().loss_fn)(jax.device_get(state.params), batches[0])
+    np.testing.assert_allclose(value, expected, rtol=1e-12)
     assert int(state.step) == 5  # nothing was donated
     lowered = opt.evaluate.lower(state, batches[0])
     assert not [one for one in so.audit(lowered).of(axis="replica").collectives if one.bytes > 64]

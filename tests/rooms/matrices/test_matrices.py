@@ -217,7 +217,8 @@ def test_an_optimizer_without_work_on_matrices_sends_nothing_more(mesh_of):
         assert matrices.config.report(params).owners.bytes_sent == 0
 
 
-@pytest.mark.parametrize("name", [pytest.param("zero1", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero1", "fsdp"])
 def test_muon_sends_little_more_than_adam(name, mesh_of):
     params = model_params(dtype=jnp.float32)
 
@@ -483,7 +484,8 @@ def test_state_within_matrices_is_noticed(mesh_of, monkeypatch):
         test_muon_sends_little_more_than_adam("fsdp", mesh_of)
 
 
-@pytest.mark.parametrize("layers", [pytest.param(8, marks=pytest.mark.slow), 6])
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [8, 6])
 def test_replicas_that_train_apart_update_at_owners_too(layers, mesh_of, x64):
     params, states = model_params(layers), []
     for one in ("matrices", "within"):

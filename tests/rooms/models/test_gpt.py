@@ -78,6 +78,7 @@ def test_weights_leave_targets_out_and_make_the_loss_a_weighted_mean():
     np.testing.assert_allclose(masked.total / masked.weight, shorter, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_few_steps_learn_a_repeating_text():
     model, tx = gpt.model(SMALL), optax.adam(3e-3)
     text = np.resize(np.frombuffer(b"the quick brown fox ", np.uint8), (4, 33))
@@ -97,7 +98,7 @@ def test_a_few_steps_learn_a_repeating_text():
     assert losses[-1] < 0.5
 
 
-@pytest.mark.parametrize(("data", "tensor", "tied"), tiered([(4, 2, True), (2, 4, False)], lambda row: row[2]))
+@pytest.mark.parametrize(("data", "tensor", "tied"), tiered([(4, 2, True), (2, 4, False)], lambda row: False))
 def test_a_tensor_axis_changes_no_gradient_and_moves_sums_only(data, tensor, tied):
     config = gpt.GPTConfig(dim=32, num_layers=2, num_heads=4, tied=tied)
     grad = jax.jit(jax.value_and_grad(gpt.model(config).loss_fn))

@@ -60,6 +60,7 @@ def test_rotation_on_tpu_swaps_halves_by_a_product_and_is_the_same(dtype, monkey
     np.testing.assert_allclose(*(np.float32(f(x)[0]) for f in (back_by_product, back)), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_step_whose_rotation_is_a_product_is_the_same(monkeypatch):
     config = gpt.GPTConfig(vocab_size=16, dim=16, num_layers=2, num_heads=2)
     params, batch = gpt.init(config, jax.random.key(0)), {"tokens": jnp.arange(36).reshape(4, 9) % 16}

@@ -298,6 +298,7 @@ def test_the_shape_of_deepseek_v3_is_that_of_the_planner():
     assert sum(leaf.size for leaf in leaves) == shape.num_parameters + 2 * 58 * 256  # loads and biases
 
 
+@pytest.mark.slow
 def test_samples_are_those_of_the_logits():
     config = config_of(param_dtype=jnp.float32)
     params, prompt = params_of(config), np.array([[3, 1, 4]])

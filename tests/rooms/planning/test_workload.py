@@ -55,6 +55,7 @@ def test_the_closed_form_is_the_trace(gated):
     assert work.boundary_bytes <= work.stage_residuals.on(1) <= traced.residuals.on(1)
 
 
+@pytest.mark.slow
 def test_the_trace_of_the_gpt_counts_its_weights():
     config = gpt.GPTConfig(dim=64, num_layers=2, num_heads=4)
     params = jax.eval_shape(lambda rng: gpt.init(config, rng), jax.random.key(0))

@@ -94,6 +94,7 @@ def test_steps_are_skipped_as_in_a_loop_on_one_device(strategy, mesh, inner, opt
         assert relative_difference(state.params, final) <= 1e-10
 
 
+@pytest.mark.slow
 def test_a_pipeline_skips_as_one_device(mesh_of):
     with jax.enable_x64(True):
         case = problem("gpt", weighted=False, steps=8, dtype=jnp.float64)
