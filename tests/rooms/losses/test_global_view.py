@@ -57,9 +57,7 @@ def test_any_loss_is_exact(name, way, dtype, mesh_of):
         check(opt, case.loss_fn, params, case.batches(4, np.dtype(dtype)), tx=tx, dtype=dtype)
 
 
-@pytest.mark.parametrize(
-    ("way", "optimizer"), tiered([("fsdp", "muon"), ("zero1", "adafactor")], lambda row: "muon" in row)
-)
+@pytest.mark.parametrize(("way", "optimizer"), tiered([("fsdp", "muon"), ("zero1", "adafactor")], lambda row: False))
 def test_any_optimizer_is_exact(way, optimizer, mesh_of, x64):
     case, (strategy, sizes) = LOSSES["batch_norm"], WAYS[way]
     tx = OPTIMIZERS[optimizer]()
@@ -97,6 +95,7 @@ def test_blocks_that_mix_rows(strategy, sizes, remat, mesh_of, x64):
     check(opt, model.loss_fn, block_params(), LOSSES["batch_norm"].batches(3), tx=tx)
 
 
+@pytest.mark.slow
 def test_hybrid_on_one_stage(mesh_of, x64):
     tx = OPTIMIZERS["momentum"]()
     opt = so.hybrid(tx, mesh_of(data=8), MODEL, micro_batches=1, min_shard_elements=8, view="global")
@@ -215,6 +214,7 @@ def test_micro_batches_of_a_mean_over_rows_are_cut(way, local, mesh_of, x64):
     assert relative_difference(state.params, shared) < 1e-10
 
 
+@pytest.mark.slow
 def test_blocks_in_micro_batches(mesh_of, x64):
     tx = OPTIMIZERS["momentum"]()
     model = MODEL._replace(

@@ -131,6 +131,7 @@ def test_attention_is_that_of_jax_and_so_is_its_gradient(dtype, rtol):
     )
 
 
+@pytest.mark.slow
 def test_nobody_sees_what_comes_later():
     query, key, value = (draw(seed, 1, 6, 2, 4) for seed in range(3))
     mixed = so.nn.attention(query, key, value)
