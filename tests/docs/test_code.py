@@ -14,7 +14,7 @@ PAGES = sorted(page for page in (ROOT / "docs").rglob("*.md") if page != ROOT / 
 
 
 QUICK = ["any_loss", "asynchronous", "checkpoints", "clusters", "data_parallel", "matrices"]
-QUICK += [f"howto/{name}" for name in ("debug_a_nan", "ema", "optimizer", "own_loop", "preemption")]
+QUICK += [f"howto/{name}" for name in ("optimizer", "own_loop", "preemption")]
 """Pages that take at most two seconds of CPU. The other pages run in the slow tier."""
 
 

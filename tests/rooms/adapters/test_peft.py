@@ -102,6 +102,7 @@ def test_a_state_starts_from_the_shards_of_an_open_model(base, opened, mesh_of):
     assert (gate if base == "float" else gate.codes).sharding.spec == P(None, "data", "tensor")
 
 
+@pytest.mark.slow
 def test_latent_attention_and_experts_take_low_rank_products(tmp_path):
     config, shapes, _ = oracle.read_case("deepseek_v3")
     model = from_pretrained(oracle.write_folder(tmp_path / "base", config, shapes))

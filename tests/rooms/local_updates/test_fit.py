@@ -89,6 +89,7 @@ def test_a_run_in_which_they_never_agree_is_refused(how, first, said, strategy_o
     assert so.fit(opt, state, [], num_steps=first, progress=False).stopped == "exhausted"
 
 
+@pytest.mark.slow
 def test_in_the_warm_up_they_agree_in_every_step(strategy_of, new_params, new_batches):
     opt = so.local_sgd(strategy_of("ddp"), sync_every=50, warmup_steps=2)
     rule = so.training.EarlyStopping("val_loss", patience=30)

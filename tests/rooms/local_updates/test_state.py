@@ -84,6 +84,7 @@ def test_synchronize_takes_back_no_more_than_what_is_on_its_way(
     np.testing.assert_allclose(moved, owed / 2, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_the_state_that_was_synchronized_can_be_trained_on(strategy_of, new_params, new_batches, steps_on):
     """As in a synchronous strategy: to look at the mean in the middle of a round changes nothing about the run."""
     opt = so.diloco(strategy_of("fsdp"), sync_every=3)
@@ -152,6 +153,7 @@ def test_leaves_that_the_loss_updates_are_averaged_when_replicas_agree(delay, st
     assert np.abs(own[0] - own[1]).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_hyperparameters_are_one_number_for_all_replicas(strategy_of, new_params, new_batches, steps_on, rows_of):
     tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
     outer = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0, momentum=0.25)

@@ -239,6 +239,7 @@ def test_replicas_that_train_apart_each_see_their_whole_rows(mesh_of, x64):
     assert relative_difference(state.opt_state.params.value, stacked) < 1e-10
 
 
+@pytest.mark.slow
 def test_in_warm_up_steps_there_is_one_loss_of_the_whole_batch(mesh_of, x64):
     case, tx = LOSSES["batch_norm"], OPTIMIZERS["momentum"]()
     strategy = so.ddp(tx, mesh_of(replica=2, data=4), case.loss_fn, view="global")

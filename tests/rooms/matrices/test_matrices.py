@@ -350,12 +350,12 @@ def test_blocks_that_do_not_divide_go_to_owners_one_by_one(one, mesh_of):
     [("fsdp", {"data": 8}), pytest.param("zero1", {"data": 4, "tensor": 2}, marks=pytest.mark.slow)],
     ids=str,
 )
-def test_the_bytes_reported_are_those_of_the_all_to_alls(name, sizes, mesh_of):
+@pytest.mark.parametrize("layers", [6, pytest.param(8, marks=pytest.mark.slow)])
+def test_the_bytes_reported_are_those_of_the_all_to_alls(layers, name, sizes, mesh_of):
     opt = strategy(name, muon(), mesh_of(**sizes), opt_state_layout="matrices")
-    for layers in (6, 8):
-        params = model_params(layers, dtype=jnp.float32)
-        found = audit(opt.step, opt.abstract_state(params), batches(1, jnp.float32)[0])
-        assert found.by_kind()["all-to-all"].wire_bytes == opt.config.report(params).owners.bytes_sent
+    params = model_params(layers, dtype=jnp.float32)
+    found = audit(opt.step, opt.abstract_state(params), batches(1, jnp.float32)[0])
+    assert found.by_kind()["all-to-all"].wire_bytes == opt.config.report(params).owners.bytes_sent
     report = opt.config.report(model_params(6, dtype=jnp.float32))
     # twelve blocks of one size: four devices have two
     assert sorted(owner for row in report.owners.rows for owner in row.owners)[:4] == [0, 0, 1, 1]

@@ -65,6 +65,7 @@ def on_one_device(config, given):
 
 
 TABLE = [
+    ("ddp", {"expert": 2, "data": 2}, {}, {}),
     ("fsdp", {"expert": 2, "data": 2}, {"loss_chunk": 3}, {"micro_batches": 2}),
     ("fsdp", {"expert": 4, "data": 2}, {"balance": "loss", "z_loss": 1e-3}, {}),
     ("fsdp", {"expert": 2, "context": 2}, {"z_loss": 1e-3}, {}),

@@ -242,6 +242,7 @@ def test_what_cannot_be_traced_is_refused():
         trace(model._replace(tables=("e",)), params, jnp.ones((2, 3)))
 
 
+@pytest.mark.slow
 def test_the_model_of_a_shape_learns_from_its_batch():
     params = jax.jit(lambda rng: transformer.init(SHAPE, rng))(jax.random.key(0))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(
