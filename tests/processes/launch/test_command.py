@@ -159,7 +159,6 @@ def test_wherever_a_process_is_killed_the_outcome_is_that_of_an_unbroken_run(sta
     assert last("broken") == last("whole")
 
 
-@pytest.mark.slow
 def test_devices_that_cannot_be_shared_are_refused_by_all(start, tiny, tmp_path):
     job = start("--processes", 2, "--", *tiny, "--devices", 7, "--run-dir", tmp_path / "run")
     said, _ = job.communicate(timeout=100)
