@@ -198,4 +198,6 @@ if __name__ == "__main__":
     elif options.part == "clean":
         clean_part(options.steps, options.output)
     else:
-        {"faults": faults_part, "further": further_part, "windows": windows_part}[options.part](options.draws, options.output)
+        {"faults": faults_part, "further": further_part, "windows": windows_part}[options.part](
+            options.draws, options.output
+        )

@@ -386,6 +386,10 @@ def test_silent_corruption():
         [strategy, *(f"{row['all'][count]:,}" for count in counts)] for strategy, row in found["faults, k = 1"].items()
     ]
     assert rows(name, "strategy | faults that change the state") == told
+    further = found["faults in matrices and experts"]
+    told = [[where, *(f"{row['all'][count]:,}" for count in (*counts, "suspected"))] for where, row in further.items()]
+    assert rows(name, "strategy, k = 1") == told
+    assert all(row["all"]["suspected"] == row["all"]["change the state"] for row in further.values())
     kinds = ("transient", "stuck", "a stored shard")
     told = [
         [where, *(f"{row[kind]['found']} of {row[kind]['change the state']}" for kind in kinds)]

@@ -129,7 +129,9 @@ def strategies(devices):
 
 def further_strategies(devices):
     """Return name -> optimizer: Muon on whole matrices, and experts, whose devices exchange tokens within a step."""
-    mesh, expert_mesh = (so.make_mesh(**sizes, devices=devices[:4]) for sizes in ({"data": 4}, {"data": 2, "expert": 2}))
+    mesh, expert_mesh = (
+        so.make_mesh(**sizes, devices=devices[:4]) for sizes in ({"data": 4}, {"data": 2, "expert": 2})
+    )
     options, muon = {"min_shard_elements": 1, "separable": True}, optax.contrib.muon(0.01)
     experts = {"expert_leaves": ["^experts/"], "separable": True}
     return {

@@ -78,6 +78,21 @@ def test_backward_and_its_cause(mesh_of):
     assert (found.gradients, found.rows, found.devices) == (("w",), (6,), (opt.mesh.devices.flat[3],))
 
 
+def weighted(params, batch):
+    return so.Weighted(jnp.sum(batch * params["w"][None]), jnp.sum(batch))
+
+
+def test_a_loss_that_only_the_whole_batch_makes_nan_is_found(mesh_of):
+    """No piece is bad: their weights are 0, and the step divides by the weight of all of them."""
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), weighted)
+    state, batch = opt.init({"w": np.ones(3, np.float32)}), np.zeros((4, 3), np.float32)
+    assert np.isnan(opt.evaluate(state, batch)["loss"])
+    found = so.find_nan(opt, state, batch)
+    assert (found.kind, found.direction, found.operation, found.rows) == ("NaN", "forward", "div", (0, 1, 2, 3))
+    batch[3] = 1
+    assert so.find_nan(opt, state, batch) is None
+
+
 def attend(w, x):
     scores = jnp.where(MASK, x[:, :, None] * x[:, None, :], -jnp.inf)
     return x + jax.nn.softmax(scores, -1)[:, 0] * jnp.exp(w["rate"])

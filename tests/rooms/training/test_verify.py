@@ -238,3 +238,20 @@ def test_a_thousand_random_faults_are_found_and_named(monkeypatch):
     assert counts["changed"] > 700
     assert counts["found"] >= 0.999 * counts["changed"], counts
     assert counts["named"] >= 0.99 * counts["changed"], counts
+
+
+@pytest.mark.slow
+def test_faults_in_whole_matrices_and_experts_are_found(monkeypatch):
+    """Their devices exchange matrices and tokens within a step. The device is named, or one of two suspects."""
+    now, rng = faults.install(monkeypatch, break_function), np.random.default_rng(2027)
+    for name in faults.further_strategies(jax.devices()):
+        rig, changed = faults.Rig(name, now, jax.devices()), 0
+        for number in range(25):
+            fault = faults.draw(rng, 4)
+            window = rig.window(1, number, fault, stuck=fault.kind == "stuck")
+            device = rig.mesh.devices.flat[fault.device]
+            if window.changed:
+                changed += 1
+                assert window.suspects(device), (name, fault, window.error)
+                assert window.names(device) or (name.startswith("experts") and len(window.error.devices) == 2)
+        assert changed > 12
