@@ -45,7 +45,7 @@ def counts(step, state, batch, mesh):
         "flops of products": int(inner_product_flops(compiled) or 0),
         "flops, loops once": int(cost["flops"]),
         "bytes accessed": int(cost["bytes accessed"]),
-        "bytes sent": int(report.total_wire_bytes),
+        "bytes sent": int(report.total_wire_bytes or 0),
         "temporary bytes": int(compiled.memory_analysis().temp_size_in_bytes),
         "collectives": dict(Counter(collective.kind for collective in report.collectives)),
         "reduced arrays": sum(len(one.shapes) for one in report.collectives if one.kind == "all-reduce"),

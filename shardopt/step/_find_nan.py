@@ -90,8 +90,8 @@ class NonFinite(NamedTuple):
 def find_nan(opt: ShardedOptimizer, state: TrainState, batch: PyTree) -> NonFinite | None:
     """Find the first operation of a step with a NaN or infinite result, and the leaf, row and device that it belongs to.
 
-    The loss runs on one device, for each piece of the batch that a device and a micro-batch have, with the key of the step;
-    in the global view for the whole batch. Then its gradient does. The first bad piece runs operation by operation. Loops
+    The loss runs on one device: for the rows of each device and micro-batch, with the key of the step. In the global view it
+    runs for the whole batch. Then its gradient does. The first bad piece runs operation by operation. Loops
     and calls are opened where they give such a value, so the search names a single operation, with the turns of the loops
     around it. An infinity that does not reach the loss or a gradient is no finding, such as the -inf of a mask. Then bad
     pieces are filled with copies of some of their rows, to find the rows that suffice.
@@ -231,14 +231,14 @@ class _Search:
             bad_rows += self.bad_rows(program, piece, _MOST_ROWS - len(bad_rows))
         return self.finding(origin, paths, direction, gradients, tuple(bad_rows))
 
-    def bad_rows(self, program: Callable[..., jax.Array], piece: _Piece, most: int) -> list[int]:
-        """Return up to `most` rows of a bad piece that are bad alone, in a piece that is filled with copies of them."""
+    def bad_rows(self, program: Callable[..., jax.Array], piece: _Piece, limit: int) -> list[int]:
+        """Return up to `limit` rows of a bad piece that are bad alone, in a piece that is filled with copies of them."""
         rows = np.arange(num_rows(self.config, self.batch)) if piece.rows is None else piece.rows
 
         def is_bad(suspects: np.ndarray) -> bool:
             return bool(self.flags_of(program, piece, np.resize(suspects, rows.size)).any())
 
-        return _smallest_parts(is_bad, rows, most)
+        return _smallest_parts(is_bad, rows, limit)
 
     def finding(
         self,
@@ -336,14 +336,14 @@ def _bad(tree: PyTree) -> jax.Array:
     return jnp.stack([~jnp.isfinite(x).all() for x in jax.tree.leaves(tree)])
 
 
-def _smallest_parts(is_bad: Callable[[np.ndarray], bool], rows: np.ndarray, most: int) -> list[int]:
-    """Return up to `most` rows that are bad alone, by halving; `rows` together are bad."""
+def _smallest_parts(is_bad: Callable[[np.ndarray], bool], rows: np.ndarray, limit: int) -> list[int]:
+    """Return up to `limit` rows that are bad alone, by halving; `rows` together are bad."""
     if rows.size == 1:
-        return [int(rows[0])][:most]
+        return [int(rows[0])][:limit]
     bad_rows: list[int] = []
     for half in np.array_split(rows, 2):
-        if len(bad_rows) < most and is_bad(half):
-            bad_rows += _smallest_parts(is_bad, half, most - len(bad_rows))
+        if len(bad_rows) < limit and is_bad(half):
+            bad_rows += _smallest_parts(is_bad, half, limit - len(bad_rows))
     return bad_rows
 
 
