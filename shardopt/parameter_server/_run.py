@@ -139,6 +139,14 @@ class AsyncResult(NamedTuple):
     metrics: dict[str, Any]
 
 
+class ServerLostError(RuntimeError):
+    """The process of the server was killed, and there is no checkpoint to continue from."""
+
+
+class WorkersLostError(RuntimeError):
+    """Every worker was killed."""
+
+
 _IN_FLIGHT = 128
 """A number of updates that is larger than the number that a device has in flight at once."""
 

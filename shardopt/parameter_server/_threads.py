@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from shardopt.parameter_server._callbacks import Callbacks
-from shardopt.parameter_server._coordinator import Coordinator
+from shardopt.parameter_server._coordinator import Coordinator, CoordinatorClient
 from shardopt.parameter_server._run import AsyncResult, Compute, Job, Run, RunSpec, take_snapshot
 from shardopt.parameter_server._server import Server
 from shardopt.parameter_server._settings import capture_settings
@@ -41,11 +41,12 @@ def run_threads(caller: str, coordinator: Coordinator, compute: Compute, watch: 
     raised is raised here, with its traceback and a note that names the worker.
     """
     settings, errors = capture_settings(), []
+    client = CoordinatorClient(coordinator.enter, coordinator.pull, coordinator.push)
 
     def work(worker: int) -> None:
         try:
             with settings():
-                run_worker(coordinator, compute, worker)
+                run_worker(client, compute, worker)
         except BaseException as error:  # it is raised again on the caller's thread
             steps = coordinator.run.state.clock.steps
             at_step = f" at its step {steps[worker]}" if worker in steps else ""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from shardopt.losses._batch_dims import num_rows, resized, row_counts, row_dim
 from shardopt.losses._parts import LossParts, loss_parts
 from shardopt.losses._separable import Cut, LossCall, find_mixing, find_trained_weight
 from shardopt.mesh import make_mesh, on_mesh
+from shardopt.parameter_server._coordinator import CoordinatorClient, WorkerTask
 from shardopt.parameter_server._run import BatchesOf, Compute, RunSpec
 from shardopt.parameter_server._server import ServerSettings
 from shardopt.parameter_server._settings import capture_settings
@@ -35,16 +36,11 @@ from shardopt.reducers._reducer import check_reducer
 from shardopt.step._batches import as_arrays
 from shardopt.step._inputs import check_batch, check_keys, place_batch
 
-if TYPE_CHECKING:
-    from shardopt.parameter_server._coordinator import WorkerTask
-    from shardopt.parameter_server._ray_groups import CoordinatorClient
-
-
 WorkerDevices = Sequence[Mesh] | Sequence[int]
 """The mesh of each worker, or the number of devices of each worker's process."""
 
 
-def run_worker(coordinator: "CoordinatorClient", compute: Compute, worker: int, incarnation: int = 0) -> None:
+def run_worker(coordinator: CoordinatorClient, compute: Compute, worker: int, incarnation: int = 0) -> None:
     """Run a worker through all its periods of availability; `incarnation` is the number of its restarts.
 
     With `compute.ahead` it takes the first steps of a round while its pull and the previous push travel.
@@ -56,7 +52,7 @@ def run_worker(coordinator: "CoordinatorClient", compute: Compute, worker: int, 
         with settings():
             return coordinator.push(worker, incarnation, update, version)
 
-    def pull(pushed: "Future[bool] | None", ready: bool) -> "WorkerTask | None":
+    def pull(pushed: Future[bool] | None, ready: bool) -> WorkerTask | None:
         if pushed is not None and not pushed.result():  # `wire` has one thread, so the push has ended
             return None
         with settings():
