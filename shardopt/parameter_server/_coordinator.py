@@ -120,7 +120,7 @@ class Coordinator:
                 self.changed.notify_all()
                 return None
             self.changed.notify_all()
-            return self.run.positions.of(worker)
+            return self.run.positions[worker]
 
     def pull(self, worker: int, incarnation: int, ready: bool) -> WorkerTask | None:
         """Begin a step like `begin_step`, and return the parameters as users know them."""

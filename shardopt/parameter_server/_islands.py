@@ -18,6 +18,7 @@ from shardopt.parameter_server._fragments import Fragment, FragmentPlan
 from shardopt.parameter_server._run import Compute
 from shardopt.parameter_server._updates import Update, finiteness
 from shardopt.parameter_server._worker import Streams, WorkerCompressors, to_device
+from shardopt.step._inputs import put
 from shardopt.step._optimizer import ShardedOptimizer
 
 StepMetrics = dict[str, jax.Array | Metric]
@@ -134,10 +135,7 @@ class Island:
         sharding = (
             island_leaf.sharding if leaf.shape == island_leaf.shape else jax.NamedSharding(self.opt.mesh, jax.P())
         )
-        if jax.process_count() == 1:
-            return jax.device_put(leaf, sharding)
-        values = np.asarray(leaf)
-        return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+        return put(leaf, sharding)
 
 
 @dataclass(frozen=True)

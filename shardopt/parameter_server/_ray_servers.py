@@ -24,7 +24,6 @@ from shardopt.core._types import PyTree, Weighted, abstract
 from shardopt.parameter_server._apply import (
     Programs,
     UpdateResult,
-    copy_without_weak_type,
     metrics_of,
     run_arguments,
 )
@@ -32,6 +31,7 @@ from shardopt.parameter_server._mathematics import ServerArrays
 from shardopt.parameter_server._settings import begin_process
 from shardopt.parameter_server._sharded import ServerShards, shapes_of, shard
 from shardopt.parameter_server._updates import Update, trained, untrained
+from shardopt.step._inputs import copied
 
 SNAPSHOT_EVERY = 8
 """Updates between two snapshots of a server. The object store has all pushes since the second last snapshot."""
@@ -208,7 +208,7 @@ class RayServers:
 
     def begin(self, params: PyTree) -> ServerArrays:
         """Send each server its shard."""
-        params = jax.device_get(jax.tree.map(copy_without_weak_type, params))
+        params = jax.device_get(copied(params))
         shards = shard(trained(params), self.servers)
         return self._begin("begin", shards, ServerShards(shards, untrained(params), shapes_of(trained(params))))
 

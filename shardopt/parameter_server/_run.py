@@ -18,7 +18,7 @@ from shardopt.checkpoint._checkpoints import Checkpoints
 from shardopt.core._errors import CheckpointError, format_error
 from shardopt.core._types import PyTree, TrainState
 from shardopt.parameter_server._clock import PersistentMap, make_clock
-from shardopt.parameter_server._log import Event, Header, Log, Positions
+from shardopt.parameter_server._log import Event, Header, Log
 from shardopt.parameter_server._server import MakeServer, Server, ServerState
 from shardopt.parameter_server._updates import Update, check_params, digest
 from shardopt.parameter_server._views import Status, WorkerStats, summarize
@@ -172,7 +172,8 @@ class Run:
         settings |= {"servers": server.servers} if server.servers > 1 else {}
         initial = None if params is None else digest(self.params)
         self.log = Log({**settings, **header, "initial": initial, "final": None})
-        self.positions, self.stats = Positions(), WorkerStats()
+        self.positions: Counter[int] = Counter()  # worker -> rounds of its data that it has finished
+        self.stats = WorkerStats()
         self.push_bytes = 0
         self.unsent: dict[int, jax.Array | float] = {}  # worker -> relative norm of its error memory
         self.lost_memory: dict[int, list[float]] = {}
@@ -246,7 +247,8 @@ class Run:
         last_time, now = log[len(log) - 1].time if len(log) else 0.0, self.now
         start = now()
         self.now = lambda: last_time + now() - start
-        self.state, self.log, self.positions, self.stats = state, log, Positions(log), WorkerStats(log)
+        self.state, self.log, self.stats = state, log, WorkerStats(log)
+        self.positions = Counter(event.worker for event in log if event.ends_round)
         self._history, self._recent = list(history), []
 
     def _drop_memory(self, worker: int) -> None:
@@ -264,7 +266,7 @@ class Run:
         event = event._replace(time=now, waited=0.0 if asked_at is None else now - asked_at)
         self.state = state
         self.log.append(event)
-        self.positions.record(event)
+        self.positions[event.worker] += event.ends_round
         self.stats.record(event)
         return event
 

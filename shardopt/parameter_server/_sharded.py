@@ -16,7 +16,6 @@ from shardopt.parameter_server._apply import (
     Programs,
     Pushes,
     UpdateResult,
-    copy_without_weak_type,
     run_arguments,
     update_program,
 )
@@ -25,6 +24,7 @@ from shardopt.parameter_server._sparse import has_rows
 from shardopt.parameter_server._sums import AXIS
 from shardopt.parameter_server._updates import Update, check_update, trained, untrained
 from shardopt.parameter_server.rules import Rule
+from shardopt.step._inputs import copied
 from shardopt.transforms._shard_checks import check_elementwise
 
 CALLER = "parameter_server"
@@ -124,7 +124,7 @@ class LocalServers:
     def begin(self, params: PyTree) -> ServerArrays:
         """Return the shards of the parameters and the initial states of each server."""
         check_shardable(self.programs.tx, self.programs.rule, params, self.programs.servers)
-        params = jax.tree.map(copy_without_weak_type, params)
+        params = copied(params)
         trained_params = trained(params)
         trees = self._placed(_shard(trained_params, self.programs.servers))
         states = self._placed([self.programs.begin(tree) for tree in trees])  # zeros are made on the default device

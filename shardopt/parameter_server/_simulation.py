@@ -257,7 +257,7 @@ class EventLoop:
             slowest = self.run.state.clock.slowest
             if kind == _JOIN:
                 self.run.join(worker)
-                self.compute.begin(worker, self.run.positions.of(worker))
+                self.compute.begin(worker, self.run.positions[worker])
                 self.asked_at[worker] = self.now
                 self.ask(worker)
             elif kind == _DIE:

@@ -49,7 +49,7 @@ def summarize(log: Iterable[Event]) -> dict[str, Any]:
         kinds[event.kind] += 1
         seconds, updates = event.time, event.version
         workers.add(event.worker)
-        if event.kind in ("push", "refuse"):
+        if event.ends_round:
             staleness[event.staleness] += 1
             delay[event.delay] += 1
     seconds_doing = {doing: dict.fromkeys(sorted(workers), 0.0) for doing in ("wait", "step", "data", "lost")}
@@ -257,7 +257,7 @@ class WorkerStats:
         stats = self._stats.get(worker) or WorkerStatus(worker, "", 0.0, 0, 0, 0, 0.0)
         self._last_event[worker] = event
         self._stats[worker] = stats._replace(
-            clock=event.clock + (kind in ("push", "refuse")),
+            clock=event.clock + event.ends_round,
             staleness=event.staleness if kind == "pull" else stats.staleness,
             pushes=stats.pushes + (kind == "push"),
             waited=stats.waited + event.waited,
