@@ -9,7 +9,7 @@ import hmac
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -52,18 +52,20 @@ def check_token(run_token: str, call_token: str) -> None:
         raise PermissionError(format_error("parameter_server", problem, fix="start workers through opt.run only."))
 
 
+@dataclass(eq=False)
 class StoredGradient:
     """The gradient of a push in the object store: for each server a reference to its range; `nbytes` of all ranges."""
 
-    def __init__(self, refs: list[ObjectRef], nbytes: int):
-        self.refs, self.nbytes = refs, nbytes
+    refs: list[ObjectRef]
+    nbytes: int
 
 
+@dataclass(eq=False)
 class StoredParams:
     """The parameters after an update: for each server a reference to its shard, which changes if the server restarts."""
 
-    def __init__(self, version: int, refs: list[ObjectRef]):
-        self.version, self.refs = version, refs
+    version: int
+    refs: list[ObjectRef]
 
 
 class RemoteParams(NamedTuple):
@@ -180,10 +182,11 @@ def _copy(leaf: np.ndarray) -> jax.Array:
     return jax.numpy.array(leaf, copy=True)
 
 
+@dataclass
 class RayServers:
     """The coordinator's handle of several servers: the `Mathematics` of their updates. Every call takes its lock.
 
-    Args:
+    Attributes:
       settings: the settings that `begin_process` takes.
       token: the token of the run.
       programs: `programs() -> Programs`, pickled.
@@ -191,11 +194,14 @@ class RayServers:
       has_sums: `has_sums(shard)` of these programs.
     """
 
-    def __init__(
-        self, settings: dict[str, object], token: str, programs: bytes, servers: int, has_sums: Callable[[PyTree], bool]
-    ):
-        self.settings, self.token, self.programs = settings, token, programs
-        self.servers, self.has_sums, self.sums_needed = servers, has_sums, False
+    settings: dict[str, object]
+    token: str
+    programs: bytes
+    servers: int
+    has_sums: Callable[[PyTree], bool]
+
+    def __post_init__(self):
+        self.sums_needed = False
         self.lock = threading.RLock()
         self.journal: list[JournalEntry] = []
         self.versions: weakref.WeakValueDictionary[int, StoredParams] = weakref.WeakValueDictionary()
@@ -204,7 +210,7 @@ class RayServers:
         self.snapshots: list[tuple[int, str, ObjectRef]] = []
         self.pending_snapshots: list[tuple[ObjectRef, ObjectRef]] = []
         self.version, self.nbytes = 0, 0
-        self.processes: list[Any] = [self._start() for _ in range(servers)]
+        self.processes: list[Any] = [self._start() for _ in range(self.servers)]
 
     def begin(self, params: PyTree) -> ServerArrays:
         """Send each server its shard."""
