@@ -96,7 +96,7 @@ class _Phase:
     recorded: np.ndarray | None
 
     def column(self, i: int) -> Column:
-        """Return what is known of a column."""
+        """Return the description of a column."""
         return self.runs[0].columns[i]
 
     def is_consistent(self) -> bool:
