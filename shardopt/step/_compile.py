@@ -15,7 +15,8 @@ from shardopt.core._types import PyTree, abstract, is_array_like
 from shardopt.mesh import under_mesh
 from shardopt.runtime._processes import trim_malloc
 from shardopt.step._aliases import DonatedState
-from shardopt.step._check_programs import check_jit, check_permutes, check_proof, check_traced
+from shardopt.step._check_programs import check_jit, check_permutes, check_traced
+from shardopt.step._check_proof import check_proof
 
 
 class AotCompiled:

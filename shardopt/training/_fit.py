@@ -50,7 +50,8 @@ from shardopt.training._resume import (
     pack,
     step_of,
 )
-from shardopt.training._spikes import MOST_ROLLBACKS, Spikes, spikes_of, tolerated
+from shardopt.training._spikes import MOST_ROLLBACKS, Spikes, spikes_of
+from shardopt.training._tolerance import tolerated
 from shardopt.training._verify import Verification, verification_of
 
 

@@ -16,7 +16,7 @@ from shardopt.local_updates import diloco, local_sgd
 from shardopt.mesh import make_mesh
 from shardopt.parameter_server._async_sgd import async_sgd
 from shardopt.pipeline import schedules
-from shardopt.step._check_programs import WrongProgramError
+from shardopt.step._check_proof import WrongProgramError
 from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.strategies import ddp, fsdp, hybrid, zero
 from shardopt.verify._problems import LENGTH, OPTIMIZERS, SET_BY_LOSS, STEPS, Problem, make_problem, train_on_one_device

@@ -12,7 +12,7 @@ from support.table import STRATEGIES
 
 import shardopt as so
 from shardopt.hlo import Problem, Proof, prove
-from shardopt.step import _check_programs
+from shardopt.step import _check_proof
 
 ROWS, COPIES = "{devices=[4,1]<=[4]}", "{replicated}"
 
@@ -174,7 +174,7 @@ def verified():
 
 
 def test_verify_refuses_a_wrong_program(verified, monkeypatch):
-    monkeypatch.setattr(_check_programs, "prove", lambda *_, **__: WRONG)
+    monkeypatch.setattr(_check_proof, "prove", lambda *_, **__: WRONG)
     with pytest.raises(RuntimeError) as error:
         verified()
     assert str(error.value) == (
