@@ -61,7 +61,7 @@ def traffic(placed: PlacedModel, *, batch_size: int) -> tuple[Transfer, ...]:
     - ddp: one all-reduce of Psi over data.
     - zero1: a reduce-scatter and an all-gather over data.
     - zero2: a reduce-scatter per micro-batch, and an all-gather. A pipeline scatters the outer gradients once per step.
-    - fsdp: per micro-batch two all-gathers of the blocks (three in a pipeline with remat and several blocks per chunk),
+    - fsdp: per micro-batch two all-gathers of the blocks (three in a pipeline with remat and several blocks a stage),
       one all-gather of the outer parameters, and a reduce-scatter. In a pipeline the outer parameters are gathered once
       per step, and so are the blocks without `regather`. Tables of `so.nn.embedding` are not gathered if the exchange of
       rows sends fewer bytes.
@@ -145,8 +145,8 @@ def _gathers_and_sums(placed: PlacedModel, other_axes: tuple[str, ...]) -> list[
         ]
     # with regather every pass gathers every block of every micro-batch; without it the step gathers all blocks once
     blocks, regather = placed.num_blocks, layout.regather
-    # the backward pass of a chunk runs its blocks forward again; a single block keeps its weights from there
-    gathers_again = pipelined and layout.remat and blocks > layout.chunks
+    # a backward pass runs its blocks forward again; if a stage has one block, XLA removes both loops, and gathers it once
+    gathers_again = pipelined and layout.remat and blocks > 1
     passes = (3 if gathers_again else 2) if regather else 1
     block_elements, calls = (elements.sharded_blocks / blocks, blocks * m) if regather else (elements.sharded_blocks, 1)
     gathered, outer = placed.gathered_itemsize, elements.sharded_outer - elements.tables

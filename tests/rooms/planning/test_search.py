@@ -5,6 +5,7 @@ import json
 import math
 import re
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -48,8 +49,13 @@ def test_a_mesh_has_the_devices_that_the_chips_show(name, devices):
     assert ("8 chips of tpu7x (16 devices)" in str(plans)) is (name == "tpu7x")
 
 
+UNREADABLE = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason='its jaxlib cannot read the program back: "async-update" of several operands'
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["v4", "tpu7x"])
+@pytest.mark.parametrize("name", ["v4", pytest.param("tpu7x", marks=UNREADABLE)])
 def test_the_planned_mesh_compiles(name):
     """Without a pipeline, whose branches take the TPU's compiler many minutes; the mesh is the same number of devices."""
     shape = dataclasses.replace(SHAPE, num_layers=2)
