@@ -11,11 +11,15 @@ kernel takes at least its flops at the core's peak.
 A kernel is a loop over grid steps. Its branches are in the file: what starts and ends a block of rows, and with jax what a
 visible tile computes. The kernel's entry in `KERNELS` says how often each branch is taken. A schedule with another number of
 branches is refused. `shardopt.planning` has the counts, and takes them for `step_seconds`.
+
+`results/kernel_generation.json` has the seconds of CPU in which each program was traced, lowered and compiled to machine code.
 """
 
 import argparse
+import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -118,8 +122,8 @@ def counts_of(text: str, kernel: str, block: int) -> Counts:
     return Counts(step, sums[TILE], row)
 
 
-def compile_program(program: str, topology: str) -> None:
-    """Compile a program of one row for every chip of a topology."""
+def compile_program(program: str, topology: str) -> float:
+    """Compile a program of one row for every chip of a topology, and return the seconds of CPU of all threads."""
     import jax
     import jax.numpy as jnp
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
@@ -163,7 +167,14 @@ def compile_program(program: str, topology: str) -> None:
     ]
     function = ours if program == "shardopt" else theirs
     mapped = jax.shard_map(function, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
+    start = _cpu_seconds()
     jax.jit(mapped).lower(*shapes).compile()
+    return _cpu_seconds() - start
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 def schedules(chip: str, program: str, folder: Path) -> dict[str, dict[str, float]]:
@@ -171,7 +182,7 @@ def schedules(chip: str, program: str, folder: Path) -> dict[str, dict[str, floa
     if not folder.exists():
         folder.mkdir(parents=True)
         env = os.environ | {"LIBTPU_INIT_ARGS": FLAGS.format(folder=folder), "JAX_PLATFORMS": "cpu"}
-        subprocess.run([sys.executable, __file__, "--child", program, TOPOLOGIES[chip]], env=env, check=True)
+        subprocess.run([sys.executable, __file__, "--child", program, TOPOLOGIES[chip], folder], env=env, check=True)
     counts = {}
     for word in PROGRAMS[program]:
         (path,) = [
@@ -188,6 +199,18 @@ def schedules(chip: str, program: str, folder: Path) -> dict[str, dict[str, floa
 
 def _block(program: str) -> int:
     return int(program.removeprefix("jax").removesuffix(SEGMENTED)) if program != "shardopt" else 512
+
+
+def generation_table(seconds: dict[str, dict[str, float]]) -> str:
+    """Return a line for each program: its kernels, and the seconds of CPU on each chip."""
+    lines = [f"| program | kernels | {' | '.join(f'{chip}, s of CPU' for chip in seconds)} |"]
+    lines.append("|---|---|" + "---:|" * len(seconds))
+    for program, kernels in PROGRAMS.items():
+        owner = "shardopt" if program == "shardopt" else f"jax, blocks of {_block(program)}"
+        owner += ", segmented" if program.endswith(SEGMENTED) else ""
+        values = " | ".join(f"{by_program[program]:.1f}" for by_program in seconds.values())
+        lines.append(f"| {owner} | {', '.join(kernels)} | {values} |")
+    return "\n".join(lines)
 
 
 def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
@@ -224,17 +247,22 @@ def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
 def main() -> None:
     """Compile, count, store and print."""
     if sys.argv[1:2] == ["--child"]:
-        compile_program(*sys.argv[2:])
+        program, topology, folder = sys.argv[2:]
+        (Path(folder) / "seconds.json").write_text(json.dumps(compile_program(program, topology)))
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dumps", type=Path, default=Path(tempfile.gettempdir()) / "kernel_schedules")
     options = parser.parse_args()
     results: dict[str, dict[str, dict[str, float]]] = {}
+    seconds: dict[str, dict[str, float]] = {}
     for chip in TOPOLOGIES:
         for program in PROGRAMS:
-            results.setdefault(chip, {}).update(schedules(chip, program, options.dumps / f"{chip}_{program}"))
-    write_json(__file__, results)
-    print(table(results))
+            folder = options.dumps / f"{chip}_{program}"
+            results.setdefault(chip, {}).update(schedules(chip, program, folder))
+            seconds.setdefault(chip, {})[program] = json.loads((folder / "seconds.json").read_text())
+    generation = write_json(__file__, results).with_name("kernel_generation.json")
+    write_json(__file__, seconds, generation)
+    print(table(results), generation_table(seconds), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -192,7 +192,8 @@ def _exchange(
         return list(leaves)
     chunks, stage = schedule.num_chunks, jax.lax.axis_index(PIPELINE)
     stored = [x.reshape(chunks, x.shape[0] // chunks, *x.shape[1:]) for x in leaves]
-    rearranged = [jnp.zeros_like(x) for x in stored]
+    # every chunk is overwritten; zeros would be kept until gradients return, and are as large as the blocks
+    rearranged = list(stored)
     for moves_of_round in _rounds(schedule.num_stages, moves):
         sent_chunk = jnp.asarray([old for _, old, _, _ in sorted(moves_of_round)])[stage]
         arrivals = sorted((target, new) for _, _, target, new in moves_of_round)

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from shardopt.collectives import SMALL_BUCKET_BYTES
 from shardopt.nn._attention import choose_method
 from shardopt.nn._embedding import exchange_bytes
 from shardopt.pipeline._messages import rounds_to_schedule
@@ -61,10 +60,11 @@ def traffic(placed: PlacedModel, *, batch_size: int) -> tuple[Transfer, ...]:
 
     - ddp: one all-reduce of Psi over data.
     - zero1: a reduce-scatter and an all-gather over data.
-    - zero2: a reduce-scatter per micro-batch, and an all-gather.
-    - fsdp: per micro-batch two all-gathers of the blocks (three in a pipeline with remat), one all-gather of the outer
-      parameters, and a reduce-scatter. In a pipeline the outer parameters are gathered once per step, and so are the
-      blocks without `regather`. Tables of `so.nn.embedding` are not gathered if the exchange of rows sends fewer bytes.
+    - zero2: a reduce-scatter per micro-batch, and an all-gather. A pipeline scatters the outer gradients once per step.
+    - fsdp: per micro-batch two all-gathers of the blocks (three in a pipeline with remat and several blocks a stage),
+      one all-gather of the outer parameters, and a reduce-scatter. In a pipeline the outer parameters are gathered once
+      per step, and so are the blocks without `regather`. Tables of `so.nn.embedding` are not gathered if the exchange of
+      rows sends fewer bytes.
     - data, all placements: leaves that stay replicated are all-reduced once. Gathers are in `gather_dtype`,
       reduce-scatters in `scatter_dtype`, all other transfers in the dtype of the parameters.
     - replica: one all-reduce, of shards if the gradients are sharded.
@@ -136,15 +136,18 @@ def _gathers_and_sums(placed: PlacedModel, other_axes: tuple[str, ...]) -> list[
         return [over_data("all-reduce", "gradients", size * (replicated + sharded))]
     replicated_sum = over_data("all-reduce", "gradients", size * replicated)
     if not placed.shards.params:
-        sums = outer_calls if placed.shards.grads else 1
+        block_sums, outer_sums = (m, outer_calls) if placed.shards.grads else (1, 1)
         return [
             replicated_sum,
-            over_data("reduce-scatter", "gradients", scattered * sharded, sums),
+            over_data("reduce-scatter", "gradients", scattered * elements.sharded_blocks, block_sums),
+            over_data("reduce-scatter", "outer gradients", scattered * elements.sharded_outer, outer_sums),
             over_data("all-gather", "weights", size * sharded),
         ]
     # with regather every pass gathers every block of every micro-batch; without it the step gathers all blocks once
     blocks, regather = placed.num_blocks, layout.regather
-    passes = (3 if pipelined and layout.remat else 2) if regather else 1
+    # a backward pass runs its blocks forward again; if a stage has one block, XLA removes both loops, and gathers it once
+    gathers_again = pipelined and layout.remat and blocks > 1
+    passes = (3 if gathers_again else 2) if regather else 1
     block_elements, calls = (elements.sharded_blocks / blocks, blocks * m) if regather else (elements.sharded_blocks, 1)
     gathered, outer = placed.gathered_itemsize, elements.sharded_outer - elements.tables
     return [
@@ -295,7 +298,7 @@ def footprint(placed: PlacedModel, *, batch_size: int, extra_slots: int = 0) -> 
     - activations: k r residuals. With remat k r block inputs, values that are saved by name, and the residuals of one
       block. Under fsdp elementwise results are stored for one block at a time.
     - activations in a pipeline: the residuals of `schedule.num_slots` chunks, and the messages that wait. With remat
-      only the inputs of chunks, and the residuals of one chunk.
+      only the inputs of chunks; the residuals of one chunk are among its working bytes, after the loss.
     - gathered (fsdp), at the loss: the weights that it reads and the largest of their gradients.
     - gathered (fsdp), at a block: its weights and gradients.
     - gathered (fsdp), at embed: the gradient of the largest outer leaf.
@@ -317,7 +320,7 @@ def footprint(placed: PlacedModel, *, batch_size: int, extra_slots: int = 0) -> 
     sum_buffers = 2 * boundary if tensor > 1 else 0.0  # a sum over tensor reads one buffer and writes another
     moments = [
         (embedding, 0.0),
-        (block, workload.working.on(tensor) * rows + recomputed + sum_buffers),
+        (block, workload.working.on(tensor) * rows + recomputed + sum_buffers + _chunk_residuals(placed, residuals)),
         (loss, workload.ends_working.on(tensor) * rows),
     ]
     gathered, working = max(moments, key=sum)
@@ -340,7 +343,9 @@ def _gradient_bytes(placed: PlacedModel) -> float:
     if placed.layout.pipeline > 1:
         blocks = elements.blocks(data if shards.grads and placed.layout.regather else 1)
         # the branch of a tick writes its new sums to another buffer than the old sums
-        return _FP32_BYTES * (2 * (blocks + elements.outer()) + (scattered if shards.opt_state else 0))
+        sums = 2 * (blocks + elements.outer())
+        # blocks that are gathered once are scattered after the last tick, when the new sums are gone
+        return _FP32_BYTES * (sums + (scattered if shards.opt_state and placed.layout.regather else 0))
     has_micro_batches = placed.layout.micro_batches > 1
     if shards.grads and not shards.params:
         return _FP32_BYTES * (elements.total() + (scattered if has_micro_batches else 0))
@@ -361,13 +366,22 @@ def _activation_bytes(
         table.num_slots + extra_slots,
     )
     if layout.remat:
-        return (slots + waiting_messages) * boundary + blocks_per_chunk * residuals + deferred_bytes
+        return (slots + waiting_messages) * boundary + deferred_bytes
     return slots * blocks_per_chunk * residuals + waiting_messages * boundary + deferred_bytes
 
 
+def _chunk_residuals(placed: PlacedModel, residuals: float) -> float:
+    """Return the residuals that a stage computes again before it differentiates a chunk, after the loss."""
+    layout = placed.layout
+    return placed.num_blocks // layout.chunks * residuals if layout.remat and layout.pipeline > 1 else 0.0
+
+
 def _reordered_bytes(placed: PlacedModel) -> float:
-    """Return the bytes of a copy of a stage's blocks in the order of execution; 0 if it stores them in that order."""
-    if placed.layout.chunks == 1:
+    """Return the bytes of a copy of a stage's blocks in the order of execution; 0 if it stores them in that order.
+
+    Blocks that are gathered once are not needed as shards after that.
+    """
+    if placed.layout.chunks == 1 or not placed.layout.regather:
         return 0.0
     return placed.itemsize * placed.elements.blocks(placed.layout.shards.size if placed.shards.params else 1)
 
@@ -377,8 +391,9 @@ def _gathered_bytes(placed: PlacedModel, rows: float) -> tuple[float, float, flo
 
     The weights that the loss reads stay gathered until the loss is differentiated. The backward pass of embed gathers
     nothing. Outer gradients are scattered leaf by leaf, the gradients of a block together. The gradient of an expert
-    leaf overwrites its gathered weight. A bucket that travels as one buffer exists next to its leaves, in gathers and
-    scatters. In a pipeline the outer weights are gathered during the whole step.
+    leaf overwrites its gathered weight. Products read gathered weights from their bucket. A bucket of gradients exists
+    next to its leaves after the last product of the block, when the gathered weights are gone. In a pipeline the outer
+    weights are gathered during the whole step.
     """
     if not placed.shards.params or placed.layout.shards.size == 1:
         return 0.0, 0.0, 0.0
@@ -389,11 +404,10 @@ def _gathered_bytes(placed: PlacedModel, rows: float) -> tuple[float, float, flo
     grad = _FP32_BYTES if layout.scatter_dtype is None else max(size, placed.scattered_itemsize)
     loss = (outer or elements.loss_outer * size) + elements.largest_loss * grad
     largest = elements.largest_outer if _exchange_bytes(placed, rows) else max(elements.largest_outer, elements.tables)
-    buckets = sum(min(block * itemsize, SMALL_BUCKET_BYTES) for itemsize in (size, grad))
     if not layout.regather:  # the blocks of the stage are gathered during the whole step
         return loss + stage * size, outer + stage * size, outer + stage * size + largest * grad
     experts = elements.data_sharded_experts * layout.pipeline / placed.workload.num_blocks
-    return loss, outer + block * size + (block - experts) * grad + buckets, outer + largest * grad
+    return loss, outer + block * size + (block - experts) * grad, outer + largest * grad
 
 
 def step_flops(workload: Workload, layout: Layout, *, batch_size: int, hardware: Hardware | None = None) -> float:

@@ -76,3 +76,10 @@ def test_the_note_has_the_table_of_the_results(script):
         line.split(" | ")[1]: float(line.split(" | ")[5]) for line in text.splitlines() if "| v5p | jax" in line
     }
     assert f"{milliseconds['jax, dq'] + milliseconds['jax, dkv']:.2f} ms on v5p" in text
+
+
+def test_the_note_has_the_seconds_in_which_kernels_are_generated(script):
+    seconds = json.loads((ROOT / "benchmarks" / "results" / "kernel_generation.json").read_text())["results"]
+    assert set(seconds) == set(script.TOPOLOGIES)
+    assert all(by_program["shardopt"] < by_program["jax512"] for by_program in seconds.values())
+    assert script.generation_table(seconds) in (ROOT / "docs" / "notes" / "kernels.md").read_text()

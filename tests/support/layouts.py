@@ -1,5 +1,6 @@
 """A small transformer under a layout: what is predicted of it, and the step that is really compiled."""
 
+import dataclasses
 import functools
 import math
 
@@ -17,6 +18,7 @@ from shardopt.planning._models import RULES
 
 SIZES = {"dim": 128, "num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "hidden": 384, "vocab_size": 512}
 SHAPE = Transformer("small", **SIZES, length=64, dtype=jnp.float32, fused_attention=False)
+THREE_LAYERS = dataclasses.replace(SHAPE, num_layers=3)
 TX = optax.adamw(1e-3)
 
 LAYOUTS = {
@@ -78,6 +80,19 @@ LAYOUTS = {
         Layout(data=4, pipeline=2, schedule="interleaved", chunks=2, micro_batches=4, remat=True),
         64,
     ),
+    "1f1b, zero2": (
+        Layout(data=2, pipeline=4, placement="zero2", schedule="eager_one_f_one_b", micro_batches=8),
+        64,
+    ),
+    "three stages of one block, remat": (
+        Layout(data=2, pipeline=3, schedule="eager_one_f_one_b", micro_batches=6, remat=True),
+        24,
+        THREE_LAYERS,
+    ),
+    "chunks of one block, remat": (
+        Layout(data=2, pipeline=4, schedule="interleaved", chunks=2, micro_batches=4, remat=True),
+        32,
+    ),
 }
 
 
@@ -99,18 +114,17 @@ def compiled(layout, batch_size, shape=SHAPE):
     return opt.step.lower(state, transformer.abstract_batch(shape, batch_size, form=form)).compile()
 
 
-def disagreements(layout, batch_size):
+def disagreements(layout, batch_size, shape=SHAPE):
     """Return in which respects prediction and compiled step differ: bytes held, bytes sent over an axis, flops."""
-    placed, held, sent = predicted(layout, batch_size)
-    program, table = compiled(layout, batch_size), layout.table()
+    placed, held, sent = predicted(layout, batch_size, shape)
+    program, table = compiled(layout, batch_size, shape), layout.table()
     found, wrong = memory(program), []
 
-    positions = 2 * SHAPE.length // layout.context if layout.context > 1 else SHAPE.length + 1
+    positions = 2 * shape.length // layout.context if layout.context > 1 else shape.length + 1
     batch = batch_size // layout.data // layout.replica * positions * 4
     if not found.arguments - 64 <= placed.params + placed.opt_state + batch <= found.arguments:
         wrong.append("arguments")
-    # sharded blocks may hold less on CPU: XLA turns nothing over for their weight gradients (remat/transposed_products.py)
-    if not 0.90 * found.peak <= held.total <= (1.18 if layout.placement == "fsdp" else 1.10) * found.peak:
+    if not 0.90 * found.peak <= held.total <= 1.10 * found.peak:
         wrong.append("memory")
 
     sizes = {axis: size for axis, size in layout.sizes.items() if axis != "replica" or size > 1}

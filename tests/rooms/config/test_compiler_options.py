@@ -33,21 +33,22 @@ def test_options_are_a_dict(mesh_of):
 
 
 @pytest.mark.parametrize(
-    ("kind", "offloads", "large_tiles"),
+    ("kind", "offloads", "vmem_mib"),
     [
-        ("TPU v5", True, True),
-        ("TPU v6 lite", True, True),
-        ("TPU7x", True, False),
-        ("TPU v5 lite", False, True),
-        ("cpu", False, False),
+        ("TPU v5", True, 48),
+        ("TPU v6 lite", True, 96),
+        ("TPU7x", True, None),
+        ("TPU v5 lite", False, 48),
+        ("cpu", False, None),
     ],
 )
-def test_what_chips_are_told(kind, offloads, large_tiles):
+def test_what_chips_are_told(kind, offloads, vmem_mib):
     devices = np.array([types.SimpleNamespace(device_kind=kind)])
     found = so.compiler_options(types.SimpleNamespace(devices=devices))
     has_options = jax.__version_info__ >= (0, 11)
     assert any("sparse_core" in name for name in found) is (offloads and has_options)
-    assert any("vmem" in name for name in found) is (large_tiles and has_options)
+    vmem = {name: value for name, value in found.items() if "vmem" in name}
+    assert vmem == ({"xla_tpu_scoped_vmem_limit_kib": vmem_mib * 1024} if vmem_mib and has_options else {})
 
 
 @pytest.mark.parametrize(("chips", "scattered"), [(2048, True), (4096, False)])
