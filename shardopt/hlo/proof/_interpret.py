@@ -24,6 +24,8 @@ from shardopt.hlo.proof._interpret_numpy import (
     reduce_window,
     scatter,
     shaped,
+    wide_float,
+    widened,
 )
 from shardopt.hlo.proof._interpret_shards import cut, error_between, join, read_literal, read_shape
 
@@ -88,11 +90,13 @@ class Interpreter:
 
     Attributes:
       module: the parsed module.
+      exact: whether to compute in double precision, with no rounding in between, whatever the types of floats are.
       replicas: the number of replicas.
       partitions: the number of partitions of each replica.
     """
 
     module: Module
+    exact: bool = False
     replicas: int = field(init=False)
     partitions: int = field(init=False)
     _steps: dict[str, tuple[list[tuple[Step, tuple[int, ...], Instruction]], int]] = field(default_factory=dict)
@@ -129,8 +133,13 @@ class Interpreter:
                 raise ValueError(
                     f"interpret: {line.name} is {line.shape} on each device, got {value.dtype}{list(value.shape)}."
                 )
+        return self._results(self.devices, inputs)
+
+    def _results(self, devices: Devices, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+        if self.exact:
+            inputs = [value.astype(wide_float(value.dtype)) for value in inputs]
         with np.errstate(all="ignore"):
-            result = self.call(self.module.entry, self.devices, list(inputs))
+            result = self.call(self.module.entry, devices, list(inputs))
         return list(result) if isinstance(result, tuple) else [result]
 
     def call(self, name: str, devices: Devices, arguments: Sequence[Value]) -> Value:
@@ -165,13 +174,21 @@ class Interpreter:
                 places = tuple(place_of[operand] for operand in names)
                 shapes = tuple(lines[place].shape for place in places)
                 line = Line(instruction.opcode, instruction.shape, attributes(instruction), shapes)
-                steps.append((self._step(instruction, line), places, instruction))
+                steps.append((self._step_of(instruction, line), places, instruction))
             except CannotInterpretError:
                 raise
             except (ValueError, KeyError, IndexError) as error:
                 raise _refusal(instruction, str(error)) from error
         root = next((place for place, line in enumerate(lines) if line.is_root), len(lines) - 1)
         return steps, root
+
+    def _step_of(self, instruction: Instruction, line: Line) -> Step:
+        wide = widened(line) if self.exact else line
+        if wide == line or not line.reads_bits:
+            return self._step(instruction, wide)
+        step = self._step(instruction, line)  # bits are those of the number in its own type
+        source, target = line.operand(0).dtype, wide.result.dtype
+        return lambda devices, values: step(devices, [values[0].astype(source)]).astype(target)
 
     def _step(self, instruction: Instruction, line: Line) -> Step:
         opcode = line.opcode
@@ -202,6 +219,8 @@ class Interpreter:
 
     def _optimization_barrier(self, line: Line) -> Step:
         return lambda devices, values: values[0]
+
+    _opt_barrier = _optimization_barrier
 
     def _after_all(self, line: Line) -> Step:
         return lambda devices, values: ()
