@@ -15,7 +15,7 @@ from shardopt.core._errors import calling, error_text, format_error
 from shardopt.core._tracebacks import api_boundary
 from shardopt.core._types import PyTree, leaves_with_paths
 from shardopt.hlo._collective import Collective, read_collective
-from shardopt.hlo._hlo_text import Instruction, Module, arrays, attributes, nbytes, operands, parse, tiled_nbytes
+from shardopt.hlo._hlo_text import Instruction, Module, arrays, attributes, header_count, nbytes, operands, parse, tiled_nbytes
 from shardopt.hlo._report import Audit
 from shardopt.hlo._walk import (
     MEGASCALE,
@@ -200,11 +200,6 @@ def _check_placed(lowered: Lowered, args: tuple[PyTree, ...]) -> None:
             "one device is meant."
         )
         raise ValueError(error_text(problem, unplaced, fix))
-
-
-def header_count(header: str, attribute: str) -> int:
-    match = re.search(rf"\b{attribute}=(\d+)", header)
-    return int(match[1]) if match else 1
 
 
 def _known_mesh(compiled: Compiled | None, args: tuple[PyTree, ...]) -> Mesh | AbstractMesh | None:

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from shardopt.hlo._hlo_text import Instruction, Module, attributes, operands, parse
-from shardopt.hlo._program import header_count
+from shardopt.hlo._hlo_text import Instruction, Module, attributes, header_count, operands, parse
 from shardopt.hlo.proof import _interpret_collectives as collectives
 from shardopt.hlo.proof._interpret_collectives import Devices
 from shardopt.hlo.proof._interpret_numpy import (
@@ -19,6 +18,7 @@ from shardopt.hlo.proof._interpret_numpy import (
     UFUNCS,
     Line,
     elementwise,
+    exact_reciprocals,
     iota,
     reduce_rows,
     reduce_window,
@@ -36,7 +36,14 @@ MAX_ITERATIONS = 100_000
 
 
 class CannotInterpretError(NotImplementedError):
-    """An instruction that has no meaning in numpy here, with its name and the reason."""
+    """An instruction that has no meaning in numpy here, or none at all because a device would wait forever."""
+
+    def __init__(self, instruction: Instruction, reason: str) -> None:
+        rest = instruction.rest.partition(", metadata=")[0][:200]
+        line = f"{instruction.name} = {instruction.shape} {instruction.opcode}({rest}"
+        super().__init__(f"interpret: cannot interpret {line}: {reason.rstrip('.')}.")
+        self.instruction, self.reason = instruction, reason
+        self.waits_forever = any(words in reason for words in collectives.STUCK)
 
 
 def interpret(program: str | Module, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -91,12 +98,14 @@ class Interpreter:
     Attributes:
       module: the parsed module.
       exact: whether to compute in double precision, with no rounding in between, whatever the types of floats are.
+      watch: called with the computation, the instruction and its value after each step.
       replicas: the number of replicas.
       partitions: the number of partitions of each replica.
     """
 
     module: Module
     exact: bool = False
+    watch: Callable[[str, Instruction, Value], object] | None = None
     replicas: int = field(init=False)
     partitions: int = field(init=False)
     _steps: dict[str, tuple[list[tuple[Step, tuple[int, ...], Instruction]], int]] = field(default_factory=dict)
@@ -150,14 +159,17 @@ class Interpreter:
         values: list[Value] = []
         for step, places, instruction in steps:
             if places == (-1,):
-                values.append(arguments[step(devices, [])])
-                continue
-            try:
-                values.append(step(devices, [values[place] for place in places]))
-            except CannotInterpretError:
-                raise
-            except (ValueError, IndexError, TypeError, KeyError) as error:
-                raise _refusal(instruction, str(error)) from error
+                value = arguments[step(devices, [])]
+            else:
+                try:
+                    value = step(devices, [values[place] for place in places])
+                except CannotInterpretError:
+                    raise
+                except (ValueError, IndexError, TypeError, KeyError) as error:
+                    raise CannotInterpretError(instruction, str(error)) from error
+            values.append(value)
+            if self.watch is not None:
+                self.watch(name, instruction, value)
         return values[root]
 
     def _build(self, name: str) -> tuple[list[tuple[Step, tuple[int, ...], Instruction]], int]:
@@ -178,7 +190,7 @@ class Interpreter:
             except CannotInterpretError:
                 raise
             except (ValueError, KeyError, IndexError) as error:
-                raise _refusal(instruction, str(error)) from error
+                raise CannotInterpretError(instruction, str(error)) from error
         root = next((place for place, line in enumerate(lines) if line.is_root), len(lines) - 1)
         return steps, root
 
@@ -202,6 +214,7 @@ class Interpreter:
                 instruction.rest.partition("), ")[0].rpartition(")")[0] or instruction.rest.partition(")")[0],
                 line.result,
             )
+            literal = exact_reciprocals(literal) if self.exact and literal.dtype.kind == "f" else literal
             return lambda devices, values: np.broadcast_to(literal, (len(devices.positions), *literal.shape))
         builder = getattr(self, "_" + opcode.replace("-", "_"), None)
         if builder is None:
@@ -375,6 +388,10 @@ class Interpreter:
 
         return step
 
+    def _topk(self, line: Line) -> Step:
+        operation = CUSTOM_CALLS["TopK"](line)
+        return lambda devices, values: operation(*values)
+
     def _custom_call(self, line: Line) -> Step:
         target = line.attributes.get("custom_call_target", "").strip('"')
         if target == "AllocateBuffer":
@@ -446,12 +463,6 @@ class Interpreter:
 
 def _reduce_first(ufunc: Any, values: np.ndarray) -> np.ndarray:
     return reduce_rows(ufunc, values, 0)
-
-
-def _refusal(instruction: Instruction, reason: str) -> CannotInterpretError:
-    rest = instruction.rest.partition(", metadata=")[0][:200]
-    line = f"{instruction.name} = {instruction.shape} {instruction.opcode}({rest}"
-    return CannotInterpretError(f"interpret: cannot interpret {line}: {reason.rstrip('.')}.")
 
 
 def _take(value: Value, rows: np.ndarray) -> Value:

@@ -52,6 +52,14 @@ def widened(line: Line) -> Line:
     return line._replace(opcode=opcode, shape=_SHORT_FLOAT.sub("f64", line.shape), operand_shapes=shapes)
 
 
+def exact_reciprocals(value: np.ndarray) -> np.ndarray:
+    """Return constants with 1/n in place of its fp32 number: XLA multiplies by such a number where a program divides."""
+    with np.errstate(all="ignore"):
+        whole = np.rint(1 / value)
+        near = np.isfinite(whole) & (np.abs(1 / value - whole) <= 2e-7 * np.abs(whole))
+        return np.where(near & (np.abs(whole) > 1), 1 / whole, value)
+
+
 def wide_float(dtype: np.dtype) -> np.dtype:
     """Return float64 for a short float, and any other type itself."""
     return np.dtype(np.float64) if jnp.issubdtype(dtype, jnp.floating) else dtype

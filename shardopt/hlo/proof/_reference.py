@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardopt.hlo._hlo_text import Instruction, attributes
 from shardopt.hlo.proof._interpret import Interpreter, Step, Value
 from shardopt.hlo.proof._interpret_collectives import Devices
 from shardopt.hlo.proof._interpret_numpy import Line
@@ -19,6 +20,8 @@ from shardopt.hlo.proof._interpret_shards import same
 
 BODY = "xla.sdy.manual_computation_body"
 """The bodies of `shard_map` are computations with such names."""
+WHOLE = Devices(np.array([-1]), 1, 1)
+"""What runs a computation outside of the bodies of `shard_map`."""
 
 
 @dataclass
@@ -42,14 +45,27 @@ class ReferenceInterpreter(Interpreter):
 
     def run(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the whole results for whole arguments."""
-        first = self.devices._replace(positions=np.arange(1))
-        return [value[0] for value in self._results(first, [value[None] for value in inputs])]
+        return [value[0] for value in self._results(WHOLE, [value[None] for value in inputs])]
+
+    def with_equal_pieces(self, value: np.ndarray, parameter: Instruction, axis: str) -> np.ndarray:
+        """Return an argument whose pieces along a mesh axis are those of the first device of this axis."""
+        text = attributes(parameter).get("frontend_attributes", "").replace("\\", "")
+        for mesh, dims in re.findall(r"sharding<@(\w+), \[(.*?)\][,>]", text):
+            sizes = self.meshes[mesh]
+            for dim, names in enumerate(_axes_of_dims(dims, list(sizes))):
+                if axis in names:
+                    split = [sizes[name] for name in names]
+                    shape = (*value.shape[:dim], *split, -1, *value.shape[dim + 1 :])
+                    first = value.reshape(shape).take([0], dim + names.index(axis))
+                    value = np.broadcast_to(first, value.reshape(shape).shape).reshape(value.shape)
+        return value
 
     def _call(self, line: Line) -> Step:
         name = self._callee(line, "to_apply")
-        if not name.startswith(BODY):
-            return lambda devices, values: self.call(name, devices, values)
-        return lambda devices, values: self.call(name, self.devices, values)
+        is_body = name.startswith(BODY)
+        return lambda devices, values: self.call(
+            name, self.devices if is_body and devices is WHOLE else devices, values
+        )
 
     def _custom_call(self, line: Line) -> Step:
         target = line.attributes.get("custom_call_target", "").strip('"')
@@ -65,19 +81,20 @@ class ReferenceInterpreter(Interpreter):
         places = [_Places(self.meshes[mesh], tuple(manual), _axes_of_dims(dims, manual)) for mesh, dims in shardings]
 
         def step(devices: Devices, values: list[Value]) -> Value:
-            pairs = zip(places, values, strict=True)
-            results = [
-                place.cut(value) if into else self._joined(place, value, len(devices.positions))
-                for place, value in pairs
-            ]
+            change = self._cut if into else self._joined
+            results = [change(place, value, devices) for place, value in zip(places, values, strict=True)]
             return tuple(results) if is_tuple else results[0]
 
         return step
 
-    def _joined(self, place: "_Places", value: np.ndarray, rows: int) -> np.ndarray:
-        result = place.joined(value, rows)
-        if rows == 1 and not self.uneven:
-            self.uneven = not same(place.cut(result), value)
+    def _cut(self, place: "_Places", value: np.ndarray, devices: Devices) -> np.ndarray:
+        return place.cut(value, self.devices if devices is WHOLE else devices)
+
+    def _joined(self, place: "_Places", value: np.ndarray, devices: Devices) -> np.ndarray:
+        if devices is not WHOLE:
+            return place.joined(value, devices, devices.positions)
+        result = place.joined(value, self.devices, np.arange(1))
+        self.uneven = self.uneven or not same(place.cut(result, self.devices), value)
         return result
 
 
@@ -116,31 +133,33 @@ class _Places:
     def _pieces(self, axes: tuple[str, ...]) -> int:
         return math.prod(self.sizes[axis] for axis in axes)
 
-    def cut(self, value: np.ndarray) -> np.ndarray:
+    def cut(self, value: np.ndarray, devices: Devices) -> np.ndarray:
         """Return the piece of each device; `value` has one row, or one per device."""
-        count = self._grid.size
+        count = len(devices.positions)
         if not any(self.dims):
             return np.broadcast_to(value, (count, *value.shape[1:]))
         local = tuple(size // self._pieces(axes) for size, axes in zip(value.shape[1:], self.dims, strict=True))
         windows = self._windows(local)
-        return np.stack([value[row if len(value) > 1 else 0][windows[row]] for row in range(count)])
+        rows = np.broadcast_to(value, (count, *value.shape[1:]))
+        return np.stack([row[windows[device]] for row, device in zip(rows, devices.positions, strict=True)])
 
-    def joined(self, value: np.ndarray, rows: int) -> np.ndarray:
-        """Return whole arrays of pieces: one array, or for each device the array that its neighbours make up."""
+    def joined(self, value: np.ndarray, devices: Devices, targets: np.ndarray) -> np.ndarray:
+        """Return for each target the whole array that it and its neighbours along the split axes make up."""
         if not any(self.dims):
-            return value[:rows]
+            return value[: len(targets)]
         local = value.shape[1:]
         whole = tuple(size * self._pieces(axes) for size, axes in zip(local, self.dims, strict=True))
         split = [list(self.sizes).index(axis) for axes in self.dims for axis in axes]
         grid, windows = self._grid, self._windows(local)
-        result = np.empty((rows, *whole), value.dtype)
-        for row in range(rows):
-            place = [int(index) for index in np.unravel_index(row, grid.shape)]
+        row_of = {int(device): row for row, device in enumerate(devices.positions)}
+        result = np.empty((len(targets), *whole), value.dtype)
+        for row, target in enumerate(targets):
+            place = [int(index) for index in np.unravel_index(int(target), grid.shape)]
             for indexes in itertools.product(*(range(grid.shape[axis]) for axis in split)):
                 for axis, index in zip(split, indexes, strict=True):
                     place[axis] = index
                 device = int(grid[tuple(place)])
-                result[row][windows[device]] = value[device]
+                result[row][windows[device]] = value[row_of[device]]
         return result
 
 
