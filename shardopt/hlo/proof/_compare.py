@@ -155,8 +155,6 @@ def compare(
     try:
         if refusal := _refusal(interpreter, reference):
             return Comparison(None, refusal)
-        if reference.equal is None:
-            return Comparison(None, "for drawn arguments, devices that should hold copies hold different numbers.")
         ranks = [len(array_shape(line.shape)) for line in interpreter.parameters]
         into = [_text(sharding, rank, devices) for sharding, rank in zip(inputs, ranks, strict=True)]
         for draw in range(len(DRAWS)):
@@ -164,17 +162,19 @@ def compare(
             if not all(np.isfinite(value).all() for value in expected if value.dtype.kind == "f"):
                 return Comparison(None, "for drawn arguments, a result is not finite.")
             arguments = interpreter.shard(reference.arguments(draw), into)
-            results = interpreter.run(arguments)
+            try:
+                results = interpreter.run(arguments)
+            except CannotInterpretError as error:
+                if error.waits_forever:
+                    return Comparison(Difference(error.instruction, f"{error.reason}."))
+                raise
             for index, (shards, sharding, whole) in enumerate(zip(results, outputs, expected, strict=True)):
                 if reason := _difference(shards, _text(sharding, whole.ndim, devices), whole):
-                    known = reference.values(draw)
-                    site = locate(interpreter, arguments, known, index, sizes)
+                    site = locate(interpreter, arguments, reference.values(draw), index, sizes)
                     return Comparison(_described(f"result {index} {reason}", site))
     except CannotInterpretError as error:
-        if error.waits_forever:
-            return Comparison(Difference(error.instruction, error.reason))
         return Comparison(None, str(error).removeprefix("interpret: "))
-    axis = reference.equal.axis
+    axis = reference.equal.axis if reference.equal else ""
     return Comparison(None, assumption=f"pieces of the state are equal over {axis}" if axis else "")
 
 
@@ -196,6 +196,8 @@ def _refusal(interpreter: Interpreter, reference: Reference) -> str:
     counts = len(reference.interpreter.parameters), len(interpreter.parameters)
     if numbers <= MAX_NUMBERS and counts[0] != counts[1]:
         return f"the program that XLA was given has {counts[0]} arguments, and the compiled program has {counts[1]}."
+    if numbers <= MAX_NUMBERS and reference.equal is None:
+        return "for drawn arguments, devices that should hold copies hold different numbers."
     return "" if numbers <= MAX_NUMBERS else f"its arguments and results have {numbers:,.0f} numbers, too many to interpret."
 
 

@@ -309,7 +309,7 @@ class Interpreter:
         lines = [
             instruction
             for instruction in self.module.computations[self._callee(line, "to_apply", "calls")]
-            if instruction.opcode not in ("convert", "parameter")
+            if instruction.opcode not in ("convert", "parameter", "custom-call")
         ]
         if len(lines) == 1 and lines[0].opcode in UFUNCS:
             return lines[0].opcode

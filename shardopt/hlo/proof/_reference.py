@@ -20,8 +20,8 @@ from shardopt.hlo.proof._interpret_shards import same
 
 BODY = "xla.sdy.manual_computation_body"
 """The bodies of `shard_map` are computations with such names."""
-WHOLE = Devices(np.array([-1]), 1, 1)
-"""What runs a computation outside of the bodies of `shard_map`."""
+WHOLE = -1
+"""The position of what runs a computation outside of the bodies of `shard_map`."""
 
 
 @dataclass
@@ -45,7 +45,8 @@ class ReferenceInterpreter(Interpreter):
 
     def run(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the whole results for whole arguments."""
-        return [value[0] for value in self._results(WHOLE, [value[None] for value in inputs])]
+        once = self.devices._replace(positions=np.array([WHOLE if self.partitions > 1 else 0]))
+        return [value[0] for value in self._results(once, [value[None] for value in inputs])]
 
     def with_equal_pieces(self, value: np.ndarray, parameter: Instruction, axis: str) -> np.ndarray:
         """Return an argument whose pieces along a mesh axis are those of the first device of this axis."""
@@ -63,9 +64,11 @@ class ReferenceInterpreter(Interpreter):
     def _call(self, line: Line) -> Step:
         name = self._callee(line, "to_apply")
         is_body = name.startswith(BODY)
-        return lambda devices, values: self.call(
-            name, self.devices if is_body and devices is WHOLE else devices, values
-        )
+        return lambda devices, values: self.call(name, self._inside(devices) if is_body else devices, values)
+
+    def _inside(self, devices: Devices) -> Devices:
+        """Return the devices that run the body of a `shard_map`."""
+        return self.devices if devices.positions[0] == WHOLE else devices
 
     def _custom_call(self, line: Line) -> Step:
         target = line.attributes.get("custom_call_target", "").strip('"')
@@ -88,10 +91,10 @@ class ReferenceInterpreter(Interpreter):
         return step
 
     def _cut(self, place: "_Places", value: np.ndarray, devices: Devices) -> np.ndarray:
-        return place.cut(value, self.devices if devices is WHOLE else devices)
+        return place.cut(value, self._inside(devices))
 
     def _joined(self, place: "_Places", value: np.ndarray, devices: Devices) -> np.ndarray:
-        if devices is not WHOLE:
+        if devices.positions[0] != WHOLE:
             return place.joined(value, devices, devices.positions)
         result = place.joined(value, self.devices, np.arange(1))
         self.uneven = self.uneven or not same(place.cut(result, self.devices), value)
