@@ -5,6 +5,8 @@ also where its types are short, and by more than `TOLERANCE` if it is not.
 """
 
 import functools
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,21 +16,21 @@ from jax.sharding import Sharding
 from jax.stages import Lowered
 
 from shardopt.hlo._collective import Groups
-from shardopt.hlo._hlo_text import Instruction, Module, parse
+from shardopt.hlo._hlo_text import Instruction, Module, arrays, parse
 from shardopt.hlo._source_lines import op_name_of
 from shardopt.hlo.proof._interpret import CannotInterpretError, Interpreter
 from shardopt.hlo.proof._interpret_shards import error_between, join, read_shape
-from shardopt.hlo.proof._lines import array_shape, leaves
+from shardopt.hlo.proof._lines import array_shape
 from shardopt.hlo.proof._locate import Recorded, Site, locate, recorded
 from shardopt.hlo.proof._reference import ReferenceInterpreter
 from shardopt.hlo.proof._text import lowered_text
 
 TOLERANCE = 1e-6
 """Results are equal up to so much of their largest number."""
-SMALLEST = 1e-5
+SMALLEST = 1e-3
 """A result whose numbers are smaller than this may be zero up to rounding, and is compared with this."""
-MAX_NUMBERS = 1 << 22
-"""A program is interpreted if its arguments and results have at most so many numbers on all devices together."""
+MAX_NUMBERS = 1 << 26
+"""A program is interpreted if its instructions have results of at most so many numbers, on all devices together."""
 DRAWS = (1.0, 0.05)
 """Arguments are drawn so often, each time with numbers of this size: clipping takes both of its branches."""
 
@@ -62,14 +64,14 @@ class Comparison(NamedTuple):
 
 
 class Equal(NamedTuple):
-    """A mesh axis over which the pieces of some arguments hold equal numbers, as the state of a run does.
+    """Mesh axes over which the pieces of some arguments hold equal numbers, as the state of a run does.
 
     Attributes:
-      axis: the mesh axis; "" if all numbers are drawn.
+      axes: the mesh axes; empty if all numbers are drawn.
       params: whether the parameters are such arguments too.
     """
 
-    axis: str = ""
+    axes: tuple[str, ...] = ()
     params: bool = False
 
 
@@ -83,6 +85,7 @@ class Reference:
 
     program: Lowered | str
     _results: dict[int, list[np.ndarray]] = field(default_factory=dict)
+    _values: dict[int, Recorded] = field(default_factory=dict)
 
     @functools.cached_property
     def interpreter(self) -> ReferenceInterpreter:
@@ -94,7 +97,8 @@ class Reference:
     def equal(self) -> Equal | None:
         """The pieces that have to be equal, so that devices that should hold copies do; None if none helps."""
         axes = [axis for sizes in self.interpreter.meshes.values() for axis, size in sizes.items() if size > 1]
-        for equal in [Equal(), *(Equal(axis, params) for params in (False, True) for axis in axes)]:
+        sets = [chosen for count in range(1, len(axes) + 1) for chosen in itertools.combinations(axes, count)]
+        for equal in [Equal(), *(Equal(chosen, params) for params in (False, True) for chosen in sets)]:
             self.interpreter.uneven = False
             self._results[0] = self.interpreter.run(self._drawn(0, equal))
             if not self.interpreter.uneven:
@@ -118,8 +122,8 @@ class Reference:
             else:
                 value = source.uniform(-1, 1, shape.dims) * DRAWS[draw]
             value = np.asarray(value).astype(shape.dtype)
-            if equal.axis and "batch" not in name and (equal.params or "params" not in name):
-                value = self.interpreter.with_equal_pieces(value, line, equal.axis)
+            for axis in equal.axes if "batch" not in name and (equal.params or "params" not in name) else ():
+                value = self.interpreter.with_equal_pieces(value, line, axis)
             values.append(value)
         return values
 
@@ -131,7 +135,9 @@ class Reference:
 
     def values(self, draw: int) -> Recorded:
         """Return the value of each instruction."""
-        return recorded(self.interpreter, self.arguments(draw))
+        if draw not in self._values:
+            self._values[draw] = recorded(self.interpreter, self.arguments(draw))
+        return self._values[draw]
 
 
 def compare(
@@ -168,48 +174,53 @@ def compare(
                 if error.waits_forever:
                     return Comparison(Difference(error.instruction, f"{error.reason}."))
                 raise
-            for index, (shards, sharding, whole) in enumerate(zip(results, outputs, expected, strict=True)):
-                if reason := _difference(shards, _text(sharding, whole.ndim, devices), whole):
-                    site = locate(interpreter, arguments, reference.values(draw), index, sizes)
-                    return Comparison(_described(f"result {index} {reason}", site))
+            errors = [
+                _error(shards, _text(sharding, whole.ndim, devices), whole)
+                for shards, sharding, whole in zip(results, outputs, expected, strict=True)
+            ]
+            index = int(np.argmax(errors)) if errors else 0
+            if errors and errors[index] > TOLERANCE:
+                site = locate(interpreter, arguments, reference.values(draw), index, sizes)
+                return Comparison(_described(index, errors[index], site))
     except CannotInterpretError as error:
         return Comparison(None, str(error).removeprefix("interpret: "))
-    axis = reference.equal.axis if reference.equal else ""
-    return Comparison(None, assumption=f"pieces of the state are equal over {axis}" if axis else "")
+    axes = " x ".join(reference.equal.axes if reference.equal else ())
+    return Comparison(None, assumption=f"pieces of the state are equal over {axes}" if axes else "")
 
 
-def _described(reason: str, site: Site | None) -> Difference:
+def _described(result: int, error: float, site: Site | None) -> Difference:
+    reason = f"result {result} differs from that of the program that XLA was given by {error:.1e} of its largest number"
+    if math.isinf(error):
+        reason = (
+            f"devices that should hold copies of result {result} hold different numbers, or numbers that are not finite"
+        )
     if site is None:
-        return Difference(None, reason)
+        return Difference(None, f"{reason}.")
     if site.groups:
         step = f"it reads {site.reads} as if it were whole, and the sum of {site.reads} over these devices is not taken"
     else:
         step = "its operands are values of the program that XLA was given, and its result is none"
-    return Difference(site.instruction, f"{step}: {reason}", site.groups)
+    return Difference(site.instruction, f"{step}: {reason}.", site.groups)
 
 
 def _refusal(interpreter: Interpreter, reference: Reference) -> str:
-    root = next(line for line in interpreter.module.computations[interpreter.module.entry] if line.is_root)
-    shapes = [*(line.shape for line in interpreter.parameters), *leaves(root.shape)]
-    numbers = sum(np.prod(array_shape(shape), dtype=float) for shape in shapes)
+    lines = [line for computation in interpreter.module.computations.values() for line in computation]
+    numbers = sum(math.prod(array_shape(array)) for line in lines for array in arrays(line.shape))
     numbers *= interpreter.replicas * interpreter.partitions
     counts = len(reference.interpreter.parameters), len(interpreter.parameters)
     if numbers <= MAX_NUMBERS and counts[0] != counts[1]:
         return f"the program that XLA was given has {counts[0]} arguments, and the compiled program has {counts[1]}."
     if numbers <= MAX_NUMBERS and reference.equal is None:
         return "for drawn arguments, devices that should hold copies hold different numbers."
-    return "" if numbers <= MAX_NUMBERS else f"its arguments and results have {numbers:,.0f} numbers, too many to interpret."
+    return "" if numbers <= MAX_NUMBERS else f"its instructions compute {numbers:,} numbers, too many to interpret."
 
 
-def _difference(shards: np.ndarray, sharding: str, expected: np.ndarray) -> str:
-    """Return how a result differs; "" if it does not."""
+def _error(shards: np.ndarray, sharding: str, expected: np.ndarray) -> float:
+    """Return the error of a result; infinite if copies differ."""
     try:
-        error = error_between(join(shards, sharding), expected, smallest=SMALLEST)
-    except ValueError as problem:
-        return f"is no array: {problem}"
-    if error <= TOLERANCE:
-        return ""
-    return f"differs from that of the program that XLA was given by {error:.1e} of its largest number."
+        return error_between(join(shards, sharding), expected, smallest=SMALLEST)
+    except ValueError:
+        return np.inf
 
 
 def _text(sharding: Sharding | str, ndim: int, devices: int) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from shardopt.hlo._hlo_text import Instruction, Module, attributes, operands
 from shardopt.hlo.proof._interpret import Interpreter, Value
 
-CLOSE = 1e-7
+CLOSE = 1e-10
 """Values are the same if the sums of their powers agree up to this."""
 CALLS = ("fusion", "call", "while", "async-start", "call-start", "conditional")
 
@@ -59,6 +59,11 @@ def locate(
     return _Search(interpreter.module, values, _Known(known.values(), devices), shape).first_wrong(result)
 
 
+def is_collective(line: Instruction) -> bool:
+    """Return whether an instruction exchanges values between devices."""
+    return line.opcode.startswith(("all-gather", "all-reduce", "all-to-all", "collective-", "reduce-scatter"))
+
+
 def _features(value: np.ndarray) -> np.ndarray:
     """Return sums of powers of the numbers of each device; sums of pieces are those of the whole array."""
     flat = value.reshape(len(value), -1).astype(np.float64)
@@ -97,6 +102,13 @@ class _Search:
         self.lines = {(name, line.name): line for name, lines in module.computations.items() for line in lines}
         self.order = {key: place for place, key in enumerate(self.lines)}
         self.right: dict[tuple[str, str, int], bool] = {}
+        self.callers = {
+            called.strip("{}% "): line
+            for line in self.lines.values()
+            if line.opcode == "fusion"
+            for key, called in attributes(line).items()
+            if key == "calls"
+        }
 
     def first_wrong(self, result: int) -> Site | None:
         """Go back from a result."""
@@ -122,7 +134,7 @@ class _Search:
         # a sum that is missing, then a collective, then the order of the program
         rank = lambda pair: (
             not pair[0].groups,
-            not pair[0].instruction.opcode.startswith(("all-", "reduce-scatter", "collective-")),
+            not is_collective(pair[0].instruction),
             self.order[pair[1][:2]],
         )
         return min(described, key=rank)[0]
@@ -201,8 +213,13 @@ class _Search:
                 continue
             matching = (summed for summed, features in self._readings(array) if summed and self.known.has(features))
             if summed := next(matching, None):
-                return Site(line, source[1], self._groups(summed))
+                return Site(line, self._name(source), self._groups(summed))
         return Site(line, "", ())
+
+    def _name(self, node: tuple[str, str, int]) -> str:
+        """Return the name of a value; of a parameter of a fusion, the name outside."""
+        line, caller = self.lines[node[:2]], self.callers.get(node[0])
+        return node[1] if caller is None or line.opcode != "parameter" else operands(caller)[int(operands(line)[0])]
 
     def _groups(self, summed: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         ids = np.arange(math.prod(self.shape)).reshape(self.shape)

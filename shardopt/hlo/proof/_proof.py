@@ -68,7 +68,8 @@ class Proof(NamedTuple):
       num_instructions: the number of instructions of the program, in all of its computations.
       not_compared: why the results were not compared with those of the program that XLA was given; "" if they were.
       assumption: what holds for the arguments that were compared; "" if they were any.
-      by_numbers: the instructions whose meaning only the comparison tells: sums of constants over devices.
+      sums_of_constants: the instructions that sum a number which is the same on all devices, such as a count of rows. No
+        rule tells whether such a sum is meant, only the comparison does.
     """
 
     verdict: Literal["proved", "derived", "agrees", "unknown", "wrong"]
@@ -77,7 +78,7 @@ class Proof(NamedTuple):
     num_instructions: int
     not_compared: str = ""
     assumption: str = ""
-    by_numbers: tuple[str, ...] = ()
+    sums_of_constants: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Return the verdict, what it rests on, and the problem or the first unknown instructions."""
@@ -89,8 +90,9 @@ class Proof(NamedTuple):
         compared = f"Results on drawn arguments are equal{f' where {self.assumption}' if self.assumption else ''}."
         compared = f"Not compared: {self.not_compared}" if self.not_compared else compared
         lines = [f"{self.verdict}: {derived}. {compared}"]
-        if self.by_numbers:
-            lines.append(f"Sums of constants, which only the numbers tell: {_shown(self.by_numbers)}.")
+        if self.sums_of_constants:
+            settled = "open" if self.not_compared else "settled by the comparison"
+            lines.append(f"Whether sums of constants are meant is {settled}: {_shown(self.sums_of_constants)}.")
         lines += [f"  {unknown}" for unknown in self.unknown[:MAX_SHOWN]]
         more = len(self.unknown) - MAX_SHOWN
         return "\n".join([*lines, *([f"  and {more} more"] if more > 0 else [])])

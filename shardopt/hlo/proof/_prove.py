@@ -13,6 +13,7 @@ from shardopt.hlo._hlo_text import Instruction, header_count, parse
 from shardopt.hlo.proof._compare import Comparison, Difference, Reference, compare
 from shardopt.hlo.proof._computations import Result, Walk
 from shardopt.hlo.proof._lines import Line, array_shape, leaves, read_lines
+from shardopt.hlo.proof._locate import is_collective
 from shardopt.hlo.proof._proof import Proof, Unknown
 from shardopt.hlo.proof._report import describe
 from shardopt.hlo.proof._shardings import sharded
@@ -140,11 +141,13 @@ def prove(
     if lowered is not None:
         reference = lowered if isinstance(lowered, Reference) else Reference(lowered)
         comparison = compare(module, reference, inputs, outputs, _sizes(mesh))
-    if comparison.refusal:
-        faults |= {Fault(False, order, MULTIPLIED) for order in walk.sums_of_constants}
     wrong = sorted((fault for fault in faults if fault.wrong), key=lambda fault: fault.order)
-    if not wrong and comparison.difference is not None:
-        wrong = [_fault_of_difference(comparison.difference, instructions, root)]
+    if comparison.difference is not None:
+        fault = _fault_of_difference(comparison.difference, instructions, root)
+        # a rule knows which collective is wrong; else it names a later reader, and the comparison the first one
+        is_named = bool(wrong) and is_collective(instructions[wrong[0].order])
+        prefers_rule = is_named or comparison.difference.instruction is None
+        wrong = [*wrong, fault] if prefers_rule else [fault, *wrong]
     unknown = sorted((fault for fault in faults if not fault.wrong), key=lambda fault: fault.order)
     listed = {
         fault.order: Unknown(instructions[fault.order].name, instructions[fault.order].opcode, fault.reason)
@@ -153,15 +156,9 @@ def prove(
     problem = describe(wrong[0], module, instructions, text, mesh) if wrong else None
     compared = not comparison.refusal
     verdict = ("agrees" if compared else "unknown") if unknown else "proved" if compared else "derived"
-    by_numbers = tuple(instructions[order].name for order in sorted(walk.sums_of_constants)) if compared else ()
-    verdict = "wrong" if wrong else verdict
-    rests_on = comparison.refusal, comparison.assumption, by_numbers
-    return Proof(verdict, problem, tuple(listed.values()), len(instructions), *rests_on)
-
-
-MULTIPLIED = (
-    "it sums a number that is the same on all devices. Only the program that XLA was given tells whether this sum is meant."
-)
+    sums = tuple(instructions[order].name for order in sorted(walk.sums_of_constants))
+    rests_on = comparison.refusal, comparison.assumption, sums
+    return Proof("wrong" if wrong else verdict, problem, tuple(listed.values()), len(instructions), *rests_on)
 
 
 def _sizes(mesh: Mesh | Mapping[str, int] | None) -> dict[str, int]:

@@ -168,5 +168,6 @@ class _Places:
 
 def _axes_of_dims(dims: str, manual: list[str]) -> tuple[tuple[str, ...], ...]:
     return tuple(
-        tuple(axis for axis in re.findall(r'"([^"]+)"', dim) if axis in manual) for dim in re.findall(r"\{(.*?)\}", dims)
+        tuple(axis for axis in re.findall(r'"([^"]+)"', dim) if axis in manual)
+        for dim in re.findall(r"\{(.*?)\}", dims)
     )
