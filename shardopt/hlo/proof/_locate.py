@@ -130,14 +130,9 @@ class _Search:
                     sites.append(node)
         if not sites:
             return None
-        described = [(self._site(node), node) for node in sites]
+        described = [self._site(node) for node in sorted(sites, key=lambda node: self.order[node[:2]])]
         # a sum that is missing, then a collective, then the order of the program
-        rank = lambda pair: (
-            not pair[0].groups,
-            not is_collective(pair[0].instruction),
-            self.order[pair[1][:2]],
-        )
-        return min(described, key=rank)[0]
+        return min(described, key=lambda site: (not site.groups, not is_collective(site.instruction)))
 
     def _sources(self, node: tuple[str, str, int]) -> list[tuple[str, str, int]]:
         """Return what an element of a result follows from, in its computation."""
@@ -209,7 +204,7 @@ class _Search:
         reduces = line.opcode.startswith(("all-reduce", "reduce-scatter"))
         for source in self._sources(node):
             array = self._array(source)
-            if array is None or array.dtype.kind != "f" or reduces:
+            if array is None or array.dtype.kind != "f" or reduces or not array.any():
                 continue
             matching = (summed for summed, features in self._readings(array) if summed and self.known.has(features))
             if summed := next(matching, None):

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import jax
 from jax.sharding import Mesh, NamedSharding, Sharding
@@ -30,7 +30,8 @@ from shardopt.hlo.proof._value import (
 )
 
 
-class Source(NamedTuple):
+@dataclass(frozen=True)
+class Source:
     """What a proof reads of a compiled program.
 
     Attributes:
@@ -43,7 +44,7 @@ class Source(NamedTuple):
     text: str
     inputs: tuple[Sharding, ...] | None = None
     outputs: tuple[Sharding, ...] | None = None
-    lowered: Lowered | str | None = None
+    lowered: Lowered | str | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         """Return a short text: the text of a program is long."""
