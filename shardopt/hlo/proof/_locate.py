@@ -115,6 +115,10 @@ class _Search:
         entry = self.module.entry
         root = next(line for line in self.module.computations[entry] if line.is_root)
         waiting, seen, sites = [(entry, root.name, result)], set(), []
+        # this result is wrong, even if its numbers are another value of the program
+        self.right[waiting[0]] = False
+        if root.opcode == "tuple":
+            self.right[self._sources(waiting[0])[0]] = False
         while waiting:
             node = waiting.pop()
             if node in seen or self._is_right(node):

@@ -142,6 +142,9 @@ def prove(
     if lowered is not None:
         reference = lowered if isinstance(lowered, Reference) else Reference(lowered)
         comparison = compare(module, reference, inputs, outputs, _sizes(mesh))
+    compared = not comparison.refusal
+    if compared and comparison.difference is None:  # a rule that objects does not cover this program
+        faults = {fault._replace(wrong=False) for fault in faults}
     wrong = sorted((fault for fault in faults if fault.wrong), key=lambda fault: fault.order)
     if comparison.difference is not None:
         fault = _fault_of_difference(comparison.difference, instructions, root)
@@ -155,7 +158,6 @@ def prove(
         for fault in unknown
     }
     problem = describe(wrong[0], module, instructions, text, mesh) if wrong else None
-    compared = not comparison.refusal
     verdict = ("agrees" if compared else "unknown") if unknown else "proved" if compared else "derived"
     sums = tuple(instructions[order].name for order in sorted(walk.sums_of_constants))
     rests_on = comparison.refusal, comparison.assumption, sums
