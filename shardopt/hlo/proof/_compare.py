@@ -23,6 +23,7 @@ from shardopt.hlo.proof._interpret_shards import error_between, join, read_shape
 from shardopt.hlo.proof._lines import array_shape
 from shardopt.hlo.proof._locate import Recorded, Site, locate, recorded
 from shardopt.hlo.proof._reference import ReferenceInterpreter
+from shardopt.hlo.proof._shardings import sharding_text
 from shardopt.hlo.proof._text import lowered_text
 
 TOLERANCE = 1e-6
@@ -162,7 +163,7 @@ def compare(
         if refusal := _refusal(interpreter, reference):
             return Comparison(None, refusal)
         ranks = [len(array_shape(line.shape)) for line in interpreter.parameters]
-        into = [_text(sharding, rank, devices) for sharding, rank in zip(inputs, ranks, strict=True)]
+        into = [sharding_text(sharding, rank, devices) for sharding, rank in zip(inputs, ranks, strict=True)]
         for draw in range(len(DRAWS)):
             expected = reference.results(draw)
             if not all(np.isfinite(value).all() for value in expected if value.dtype.kind == "f"):
@@ -175,7 +176,7 @@ def compare(
                     return Comparison(Difference(error.instruction, f"{error.reason}."))
                 raise
             errors = [
-                _error(shards, _text(sharding, whole.ndim, devices), whole)
+                _error(shards, sharding_text(sharding, whole.ndim, devices), whole)
                 for shards, sharding, whole in zip(results, outputs, expected, strict=True)
             ]
             index = int(np.argmax(errors)) if errors else 0
@@ -207,12 +208,14 @@ def _refusal(interpreter: Interpreter, reference: Reference) -> str:
     lines = [line for computation in interpreter.module.computations.values() for line in computation]
     numbers = sum(math.prod(array_shape(array)) for line in lines for array in arrays(line.shape))
     numbers *= interpreter.replicas * interpreter.partitions
+    if numbers > MAX_NUMBERS:
+        return f"its instructions compute {numbers:,} numbers, too many to interpret."
     counts = len(reference.interpreter.parameters), len(interpreter.parameters)
-    if numbers <= MAX_NUMBERS and counts[0] != counts[1]:
+    if counts[0] != counts[1]:
         return f"the program that XLA was given has {counts[0]} arguments, and the compiled program has {counts[1]}."
-    if numbers <= MAX_NUMBERS and reference.equal is None:
+    if reference.equal is None:
         return "for drawn arguments, devices that should hold copies hold different numbers."
-    return "" if numbers <= MAX_NUMBERS else f"its instructions compute {numbers:,} numbers, too many to interpret."
+    return ""
 
 
 def _error(shards: np.ndarray, sharding: str, expected: np.ndarray) -> float:
@@ -221,9 +224,3 @@ def _error(shards: np.ndarray, sharding: str, expected: np.ndarray) -> float:
         return error_between(join(shards, sharding), expected, smallest=SMALLEST)
     except ValueError:
         return np.inf
-
-
-def _text(sharding: Sharding | str, ndim: int, devices: int) -> str:
-    if devices == 1:
-        return "{replicated}"
-    return sharding if isinstance(sharding, str) else str(sharding._to_xla_hlo_sharding(ndim))  # pyright: ignore
