@@ -166,7 +166,7 @@ def compare(
         into = [sharding_text(sharding, rank, devices) for sharding, rank in zip(inputs, ranks, strict=True)]
         for draw in range(len(DRAWS)):
             expected = reference.results(draw)
-            if not all(np.isfinite(value).all() for value in expected if value.dtype.kind == "f"):
+            if not all(map(_tells, expected)):
                 return Comparison(None, "for drawn arguments, a result is not finite.")
             arguments = interpreter.shard(reference.arguments(draw), into)
             try:
@@ -216,6 +216,11 @@ def _refusal(interpreter: Interpreter, reference: Reference) -> str:
     if reference.equal is None:
         return "for drawn arguments, devices that should hold copies hold different numbers."
     return ""
+
+
+def _tells(result: np.ndarray) -> bool:
+    """Return whether a result can be compared: its numbers are finite; a metric may be infinite."""
+    return result.dtype.kind != "f" or bool(np.isfinite(result).all() or (result.ndim == 0 and np.isinf(result)))
 
 
 def _error(shards: np.ndarray, sharding: str, expected: np.ndarray) -> float:

@@ -3,6 +3,7 @@
 The programs by hand are proved twice: alone, and next to the program that XLA was given.
 """
 
+import sys
 import warnings
 
 import jax
@@ -11,6 +12,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.paths import ROOT
 from support.table import STRATEGIES
 
 import shardopt as so
@@ -279,6 +281,33 @@ def step_of(name: str):
     opt = STRATEGIES[name](tx, mesh, loss_fn, rules=RULES)
     params = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in SHAPES.items()}
     return opt.step, opt.abstract_state(params)
+
+
+@pytest.fixture
+def corpus(monkeypatch):
+    """Import the script that compiles the strategy table, and forget its modules afterwards."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    yield __import__("compiled_corpus")
+    for name in ("compiled_corpus", "same_programs"):
+        del sys.modules[name]
+
+
+TABLE = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "local_sgd", "diloco", "gpt", "moe")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", TABLE)
+def test_every_row_of_the_strategy_table_is_proved_or_agrees(start, corpus):
+    rows = list(corpus.corpus_rows())
+    assert all(row.name.startswith(TABLE) for row in rows)
+    verdicts = {}
+    for row in rows:
+        for program, _ in corpus.compiled_programs(row) if row.name.startswith(start) else ():
+            text, written = program.text, program.lowered
+            proof = prove(text, inputs=program.inputs, outputs=program.outputs, mesh=program.mesh, lowered=written)
+            verdicts[program.name] = proof.verdict
+    assert len(verdicts) >= 5
+    assert {name: verdict for name, verdict in verdicts.items() if verdict not in ("proved", "agrees")} == {}
 
 
 @pytest.mark.parametrize(
