@@ -75,7 +75,7 @@ class Audit(NamedTuple):
         """Prove that the program computes the program that XLA was given; see `so.hlo.prove`.
 
         Args:
-          inputs: one sharding per parameter of the program; by default those of the compiled program, or of the text.
+          inputs: one sharding per parameter of the program; by default the shardings of the compiled program or text.
           outputs: one sharding per array of the result; needed if the audit is of a text.
 
         Returns:

@@ -41,7 +41,7 @@ class Difference(NamedTuple):
 
     Attributes:
       instruction: the first wrong instruction; None if it is not found.
-      reason: what is wrong, as a sentence.
+      reason: the mistake, as a sentence.
       groups: the devices over which a sum is missing.
     """
 
@@ -51,7 +51,7 @@ class Difference(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What a comparison on drawn arguments says.
+    """The outcome of a comparison on drawn arguments.
 
     Attributes:
       difference: a result that differs; None if none does.

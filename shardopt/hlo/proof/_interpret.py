@@ -1,6 +1,6 @@
 """Interpret a partitioned HLO module in numpy: all devices step through it together.
 
-This is the second witness of a proof about a compiled program. It shares the parser with the prover, and nothing else.
+This is the second witness of a proof about a compiled program. The rules of the derivation are no part of it.
 """
 
 import functools
@@ -198,7 +198,7 @@ class Interpreter:
         wide = widened(line) if self.exact else line
         if wide == line or not line.reads_bits:
             return self._step(instruction, wide)
-        step = self._step(instruction, line)  # bits are those of the number in its own type
+        step = self._step(instruction, line)  # a number has its bits in its own type
         source, target = line.operand(0).dtype, wide.result.dtype
         return lambda devices, values: step(devices, [values[0].astype(source)]).astype(target)
 

@@ -33,7 +33,7 @@ class Line(NamedTuple):
 
     @property
     def reads_bits(self) -> bool:
-        """Whether it takes the bits of numbers as those of another type."""
+        """Whether it takes the bits of numbers for numbers of another type."""
         is_cast = self.opcode in ("bitcast", "bitcast-convert")
         return is_cast and self.shape.partition("[")[0] != self.operand_shapes[0].partition("[")[0]
 

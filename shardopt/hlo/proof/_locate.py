@@ -1,7 +1,7 @@
-"""The first wrong instruction of a program whose results differ from those of the program that XLA was given.
+"""The first wrong instruction of a program whose results differ from the program that XLA was given.
 
-Each value of the compiled program is searched among the values of the other program: as copies, as pieces of a whole array,
-or as terms of a sum, over each set of mesh axes. The order of the elements is ignored. From a result that differs, the
+Each value of the compiled program is searched among the values of the other program. Devices may hold copies of a value,
+pieces of it, or terms of a sum, over each set of mesh axes. The order of the elements is ignored. From a result that differs, the
 search goes back to the first instruction whose operands are all values of the other program, and whose result is none.
 """
 
@@ -65,7 +65,7 @@ def is_collective(line: Instruction) -> bool:
 
 
 def _features(value: np.ndarray) -> np.ndarray:
-    """Return sums of powers of the numbers of each device; sums of pieces are those of the whole array."""
+    """Return sums of powers of the numbers of each device. They add up over pieces."""
     flat = value.reshape(len(value), -1).astype(np.float64)
     size = np.abs(flat)
     return np.stack([(flat != 0).sum(1), size.sum(1), (flat**2).sum(1), (flat * size).sum(1), (size**3).sum(1)], axis=1)
@@ -139,7 +139,7 @@ class _Search:
         return min(described, key=lambda site: (not site.groups, not is_collective(site.instruction)))
 
     def _sources(self, node: tuple[str, str, int]) -> list[tuple[str, str, int]]:
-        """Return what an element of a result follows from, in its computation."""
+        """Return the elements, in the same computation, from which an element of a result follows."""
         computation, name, index = node
         line = self.lines[computation, name]
         if line.opcode in ("parameter", "constant", "iota"):
@@ -154,7 +154,7 @@ class _Search:
         return [(*key, place) for key in read for place in range(self._width(key))]
 
     def _inside(self, node: tuple[str, str, int]) -> list[tuple[str, str, int]]:
-        """Return the same element of the root of what an instruction calls."""
+        """Return the same element of the root of each computation that an instruction calls."""
         computation, name, index = node
         line = self.lines[computation, name]
         if line.opcode not in CALLS:
@@ -191,7 +191,7 @@ class _Search:
         return any(self.known.has(features) for _, features in self._readings(array))
 
     def _readings(self, array: np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-        """Yield the ways in which devices can hold a value: the axes of its sum, and its sums of powers on each device."""
+        """Yield each way to hold a value: the axes of its sum, and its sums of powers on each device."""
         axes = [axis for axis, size in enumerate(self.shape) if size > 1]
         grid = array.reshape(*self.shape, *array.shape[1:])
         for kinds in sorted(itertools.product((0, 1, 2), repeat=len(axes)), key=sum):

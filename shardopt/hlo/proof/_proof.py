@@ -57,12 +57,12 @@ MAX_SHOWN = 8
 
 
 class Proof(NamedTuple):
-    """What is known about a compiled program.
+    """The verdict on a compiled program.
 
     Attributes:
-      verdict: "proved" if it is derived, and its results are equal to those of the program that XLA was given; "derived" if
-        they were not compared; "agrees" if they are equal, and no rule covers some instructions; "unknown" if they were
-        not compared, and no rule covers some instructions; "wrong" if an instruction is wrong.
+      verdict: "proved", "derived", "agrees", "unknown" or "wrong". Rules cover all instructions of a program that is "proved"
+        or "derived". The results of the program that XLA was given are equal if it is "proved" or "agrees", and are not
+        compared if it is "derived" or "unknown".
       problem: the first wrong instruction, if the verdict is "wrong".
       unknown: the instructions that no rule covers, and on which a result depends.
       num_instructions: the number of instructions of the program, in all of its computations.

@@ -97,9 +97,9 @@ def prove(
       'derived'
 
     Note:
-      Verdicts, from the strongest: "proved" is derived, and the results are equal. "derived" is not compared: a sum of
-      constants that was dropped leaves no trace in a compiled program. "agrees" has equal results, and some instructions
-      that no rule covers. "unknown" is neither. "wrong" has a wrong instruction. `docs/compiled_proof.md` says more.
+      A "proved" program is derived, and its results are equal. A "derived" program was not compared. That is less: a sum
+      of constants that was dropped leaves no trace in a compiled program. A program that "agrees" has equal results, and
+      instructions that no rule covers. "unknown" is neither. `docs/compiled_proof.md` says more.
     """
     program, lowered = (program.compile(), program) if isinstance(program, Lowered) else (program, lowered)
     source = source_of(program) if isinstance(program, Compiled) else program

@@ -142,14 +142,9 @@ def test_mutants_are_wrong_or_equivalent(mutants):
 
 def nested(x, w):
     """A `shard_map` over one axis inside of one over another, in a branch that half of the devices take."""
-    rows = lambda x: jax.shard_map(
-        lambda x, w: lax.psum(x @ w, "b"),
-        in_specs=(P(None, "b"), P("b")),
-        out_specs=P(),
-        axis_names={"b"},
-        check_vma=False,
-    )(x, w)
-    chosen = lax.cond(lax.axis_index("a") == 0, rows, lambda x: x * 0.5, x)
+    specs = {"in_specs": (P(None, "b"), P("b")), "out_specs": P(), "axis_names": {"b"}}
+    product = jax.shard_map(lambda x, w: lax.psum(x @ w, "b"), **specs, check_vma=False)
+    chosen = lax.cond(lax.axis_index("a") == 0, lambda x: product(x, w), lambda x: x * 0.5, x)
     return chosen + lax.psum(x, "a"), lax.all_gather(chosen, "a")
 
 

@@ -160,7 +160,9 @@ def test_equal_results_that_no_rule_derives_agree():
     assert (proof.verdict, [unknown.instruction for unknown in proof.unknown]) == ("agrees", ["r"])
     # a rule that objects to a right program is no proof that it is wrong
     assert proof.unknown[0].reason == problem_of(FIRST).missing
-    assert proof_of(changed(FIRST, "constant(0)\n  %is", "constant(1)\n  %is"), written=WRITTEN_FIRST).verdict == "wrong"
+    assert (
+        proof_of(changed(FIRST, "constant(0)\n  %is", "constant(1)\n  %is"), written=WRITTEN_FIRST).verdict == "wrong"
+    )
 
 
 def test_the_numbers_name_the_sum_that_is_missing():
@@ -187,7 +189,9 @@ def test_what_cannot_be_interpreted_is_not_compared():
 
 def test_a_large_program_is_not_compared():
     large = [changed(text, "8,16]", "800000,16]") for text in (SHARDS, WRITTEN_SHARDS)]
-    proof = proof_of(changed(large[0], "2,16}", "200000,16}").replace("2,16]", "200000,16]").replace("4, 6", "0, 0"), ROWS, large[1])
+    proof = proof_of(
+        changed(large[0], "2,16}", "200000,16}").replace("2,16]", "200000,16]").replace("4, 6", "0, 0"), ROWS, large[1]
+    )
     assert proof.not_compared.endswith("numbers, too many to interpret.")
 
 
@@ -203,8 +207,12 @@ def test_state_that_has_to_be_equal_is_drawn_so():
         lambda params, residual: params + residual, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
     )
     step = jax.jit(lambda state: update(state["params"], state["residual"]), out_shardings=NamedSharding(mesh, P()))
-    leaf = lambda rows, spec: jax.ShapeDtypeStruct((rows, 8), jnp.float32, sharding=NamedSharding(mesh, spec))
-    proof = prove(step.lower({"params": leaf(2, P()), "residual": leaf(8, P("data"))}))
+    places = {"params": (2, P()), "residual": (8, P("data"))}
+    state = {
+        name: jax.ShapeDtypeStruct((rows, 8), jnp.float32, sharding=NamedSharding(mesh, spec))
+        for name, (rows, spec) in places.items()
+    }
+    proof = prove(step.lower(state))
     assert (proof.verdict, proof.assumption) == ("agrees", "pieces of the state are equal over data")
 
 

@@ -185,9 +185,7 @@ def test_a_step_for_a_tpu_is_proved(sizes):
     make = lambda mesh: so.hybrid(  # noqa: E731
         optax.adamw(1e-3), mesh, transformer.model(SMALL), rules=rules_of(mesh), placement="fsdp", micro_batches=2
     )
-    report = so.aot(
-        make, SMALL.abstract_params(), transformer.abstract_batch(SMALL, 16), topology="v5p:2x2x1", **sizes
-    )
+    report = so.aot(make, SMALL.abstract_params(), transformer.abstract_batch(SMALL, 16), topology="v5p:2x2x1", **sizes)
     proof = report.proof
     assert (proof.verdict in ("proved", "agrees"), proof.not_compared) == (True, ""), proof
 
