@@ -14,6 +14,7 @@ import re
 import time
 import zlib
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,22 +43,20 @@ def main() -> None:
     parser.add_argument("--store", type=Path, help="a folder for compiled programs")
     parser.add_argument("--json", type=Path, help="where the results are written")
     options = parser.parse_args()
-    results = {
-        platform: of_platform(
-            list(programs(platform, options.only, options.store))[:: options.every], options.mutants, options.seed
-        )
-        for platform in options.platform
-    }
+    results: dict[str, Any] = {}
+    for platform in options.platform:
+        corpus = list(programs(platform, options.only, options.store))[:: options.every]
+        for results[platform] in of_platform(corpus, options.mutants, options.seed):
+            if options.json:  # a run that is interrupted leaves the counts so far
+                write_json(__file__, results, options.json)
     for platform, result in results.items():
         print(f"\n{platform}\n{summary(result)}")
-    if options.json:
-        write_json(__file__, results, options.json)
     if any(result["programs"]["wrong"] or result["missed"] for result in results.values()):
         raise SystemExit("compiled_proof: a program is wrong, or a wrong one is proved.")
 
 
-def of_platform(corpus: list[Program], count: int, seed: int) -> dict[str, Any]:
-    """Return the counts of verdicts on programs and on their mutants."""
+def of_platform(corpus: list[Program], count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield the counts of verdicts on programs and on their mutants after each program."""
     result: dict[str, Any] = {"programs": dict.fromkeys(VERDICTS, 0), "instructions": 0, "not_compared": []}
     result |= {"unknown_instructions": 0, "seconds": 0.0, "not_interpreted": [], "not_proved": [], "missed": []}
     result["not_found"] = []
@@ -80,11 +79,11 @@ def of_platform(corpus: list[Program], count: int, seed: int) -> dict[str, Any]:
         if count:
             with_mutants(program, reference, count, seed, kinds, result)
         print(f"{verdict:8} {program.name}", flush=True)
-    return result | {
-        "seconds": round(result["seconds"], 1),
-        "unknown_opcodes": dict(opcodes.most_common()),
-        "mutants": {kind: dict(kinds[kind]) for kind in sorted(kinds)},
-    }
+        yield result | {
+            "seconds": round(result["seconds"], 1),
+            "unknown_opcodes": dict(opcodes.most_common()),
+            "mutants": {kind: dict(kinds[kind]) for kind in sorted(kinds)},
+        }
 
 
 def with_mutants(
