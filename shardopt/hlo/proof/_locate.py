@@ -91,7 +91,8 @@ class _Known:
         first, last = np.searchsorted(self.squares, [square * (1 - CLOSE), square * (1 + CLOSE)])
         near = self.table[first : last + 1]
         scale = np.abs(features[:, [0, 1, 2, 2, 4]]) + 1e-30
-        return bool((np.abs(near - features) <= CLOSE * scale).all((1, 2)).any())
+        with np.errstate(invalid="ignore"):  # infinite numbers are never close
+            return bool((np.abs(near - features) <= CLOSE * scale).all((1, 2)).any())
 
 
 class _Search:
