@@ -1,6 +1,6 @@
 """The compiled programs that are proved: every row of `same_programs`, and transformers with positions and experts split.
 
-A program is its text, which says where its parameters live, and where its results live.
+A program is the text that XLA was given, the text that it compiled, and where the arguments and results live.
 """
 
 import json
@@ -19,7 +19,7 @@ import shardopt as so
 from shardopt.hlo._hlo_text import parse
 from shardopt.hlo.proof._interpret import Interpreter
 from shardopt.hlo.proof._interpret_shards import read_shape
-from shardopt.hlo.proof._text import full_text
+from shardopt.hlo.proof._text import full_text, lowered_text
 from shardopt.models import gpt, moe
 from shardopt.planning import topology_devices
 
@@ -50,6 +50,7 @@ class Program(NamedTuple):
       inputs: the sharding of each parameter, as HLO text.
       outputs: the sharding of each result.
       mesh: mesh axis to size.
+      lowered: text of the program that XLA was given.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Program(NamedTuple):
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     mesh: dict[str, int]
+    lowered: str
 
 
 def corpus_rows() -> Iterator[Row]:
@@ -158,16 +160,16 @@ def compiled_programs(row: Row, platform: str = "cpu") -> Iterator[tuple[Program
         except jax.errors.JaxRuntimeError as error:  # jaxlib cannot read some instructions of libtpu
             print(f"compiled_corpus: no text of {row.name} for {platform}: {str(error).splitlines()[0][:200]}")
             continue
-        yield program_of(f"{row.name}: {label}", compiled, dict(opt.mesh.shape)), compiled
+        yield program_of(f"{row.name}: {label}", compiled, dict(opt.mesh.shape), lowered_text(program)), compiled
 
 
-def program_of(name: str, compiled: Any, mesh: dict[str, int]) -> Program:
+def program_of(name: str, compiled: Any, mesh: dict[str, int], lowered: str) -> Program:
     """Return what is proved of a compiled object."""
     text = full_text(compiled)
     ranks = [len(read_shape(line.shape).dims) for line in Interpreter(parse(text)).parameters]
     inputs = _texts(ranks, compiled.input_shardings)  # without the arguments that jax drops
     outputs = _texts([leaf.ndim for leaf in jax.tree.leaves(compiled.out_info)], compiled.output_shardings)
-    return Program(name, text, inputs, outputs, mesh)
+    return Program(name, text, inputs, outputs, mesh, lowered)
 
 
 def _texts(ranks: list[int], shardings: Any) -> tuple[str, ...]:

@@ -3,15 +3,18 @@
 Run: python benchmarks/compiled_proof.py --platform cpu v5p v6e  # with a new jaxlib or libtpu
      python benchmarks/compiled_proof.py --mutants 14 --json benchmarks/results/compiled_proof.json
 
-Each program is compiled for eight devices, nothing runs on a chip. Every program should be "proved". With `--mutants`, so
-many mutants of each program are interpreted in numpy, and those that compute something else are given to the proof. It
-should call each of them "wrong", and none of them "proved". `--store` keeps compiled programs in a folder for the next run.
+Each program is compiled for eight devices, nothing runs on a chip. Every program should be "proved", or at least "agrees".
+With `--mutants`, so many mutants of each program are interpreted in numpy, and those that compute something else are given
+to the proof. It should call each of them "wrong", and none of them "proved". `--every 5` takes each fifth program.
+`--store` keeps compiled programs in a folder for the next run.
 """
 
 import argparse
+import re
 import time
 import zlib
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,10 @@ from compiled_corpus import Program, programs
 from mutants import CHANGED, Judge, mutants
 
 from shardopt.hlo.proof import Proof, prove
+from shardopt.hlo.proof._compare import Reference
 from shardopt.hlo.proof._interpret import CannotInterpretError
 
+VERDICTS = ("proved", "agrees", "derived", "unknown", "wrong", "errors")
 SHOWN = 40
 """So many lines of each list are written."""
 
@@ -33,51 +38,61 @@ def main() -> None:
     parser.add_argument("--platform", nargs="+", default=["cpu"], choices=list(compiled_corpus.TOPOLOGIES))
     parser.add_argument("--only", default="", help="a part of the names of the rows")
     parser.add_argument("--mutants", type=int, default=0, help="how many mutants of each program")
+    parser.add_argument("--every", type=int, default=1, help="take each of so many programs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--store", type=Path, help="a folder for compiled programs")
     parser.add_argument("--json", type=Path, help="where the results are written")
     options = parser.parse_args()
-    results = {
-        platform: of_platform(list(programs(platform, options.only, options.store)), options.mutants, options.seed)
-        for platform in options.platform
-    }
+    results: dict[str, Any] = {}
+    for platform in options.platform:
+        corpus = list(programs(platform, options.only, options.store))[:: options.every]
+        for results[platform] in of_platform(corpus, options.mutants, options.seed):
+            if options.json:  # a run that is interrupted leaves the counts so far
+                write_json(__file__, results, options.json)
     for platform, result in results.items():
         print(f"\n{platform}\n{summary(result)}")
-    if options.json:
-        write_json(__file__, results, options.json)
     if any(result["programs"]["wrong"] or result["missed"] for result in results.values()):
         raise SystemExit("compiled_proof: a program is wrong, or a wrong one is proved.")
 
 
-def of_platform(corpus: list[Program], count: int, seed: int) -> dict[str, Any]:
-    """Return the counts of verdicts on programs and on their mutants."""
-    result: dict[str, Any] = {"programs": {"proved": 0, "wrong": 0, "unknown": 0, "errors": 0}, "instructions": 0}
+def of_platform(corpus: list[Program], count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield the counts of verdicts on programs and on their mutants after each program."""
+    result: dict[str, Any] = {"programs": dict.fromkeys(VERDICTS, 0), "instructions": 0, "not_compared": []}
     result |= {"unknown_instructions": 0, "seconds": 0.0, "not_interpreted": [], "not_proved": [], "missed": []}
+    result["not_found"] = []
     kinds: dict[str, Counter[str]] = defaultdict(Counter)
     opcodes: Counter[str] = Counter()
     for program in corpus:
         start = time.process_time()
-        verdict, proof = verdict_of(program, program.text)
+        reference = Reference(program.lowered)
+        verdict, proof = verdict_of(program, program.text, reference)
         result["seconds"] += time.process_time() - start
         result["programs"][verdict] += 1
         if proof is not None:
             result["instructions"] += proof.num_instructions
             result["unknown_instructions"] += len(proof.unknown)
             opcodes.update(unknown.opcode for unknown in proof.unknown)
+            if proof.not_compared:
+                result["not_compared"].append(f"{program.name}: {proof.not_compared}"[:300])
         if verdict != "proved":
             result["not_proved"].append(f"{program.name}: {verdict}, {reason_of(proof)}")
         if count:
-            with_mutants(program, count, seed, kinds, result)
+            with_mutants(program, reference, count, seed, kinds, result)
         print(f"{verdict:8} {program.name}", flush=True)
-    return result | {
-        "seconds": round(result["seconds"], 1),
-        "unknown_opcodes": dict(opcodes.most_common()),
-        "mutants": {kind: dict(kinds[kind]) for kind in sorted(kinds)},
-    }
+        yield result | {
+            "seconds": round(result["seconds"], 1),
+            "unknown_opcodes": dict(opcodes.most_common()),
+            "mutants": {kind: dict(kinds[kind]) for kind in sorted(kinds)},
+        }
 
 
 def with_mutants(
-    program: Program, count: int, seed: int, kinds: dict[str, Counter[str]], result: dict[str, Any]
+    program: Program,
+    reference: Reference,
+    count: int,
+    seed: int,
+    kinds: dict[str, Counter[str]],
+    result: dict[str, Any],
 ) -> None:
     """Add the verdicts on mutants of a program to the counts of their kinds."""
     try:
@@ -90,18 +105,28 @@ def with_mutants(
         if change <= CHANGED:
             kinds[mutant.kind]["equivalent"] += 1
             continue
-        verdict, _ = verdict_of(program, mutant.text)
+        verdict, proof = verdict_of(program, mutant.text, reference)
         kinds[mutant.kind][verdict] += 1
-        if verdict == "proved":
-            result["missed"].append(
-                f"{program.name}: {mutant.kind}, {mutant.instruction}, change {change:.1e}, seed {seed}"
-            )
+        about = f"{program.name}: {mutant.kind}, {mutant.instruction}, change {change:.1e}, seed {seed}, {verdict}"
+        if verdict in ("proved", "derived"):
+            result["missed"].append(about)
+        elif verdict != "wrong":
+            result["not_found"].append(about)
+        elif proof is not None and proof.problem is not None:
+            problem = proof.problem
+            kinds[mutant.kind]["near"] += is_near(problem.hlo, mutant.instruction)
+            kinds[mutant.kind]["with groups"] += bool(problem.groups)
 
 
-def verdict_of(program: Program, text: str) -> tuple[str, Proof | None]:
+def is_near(hlo: str, instruction: str) -> bool:
+    """Return whether the instruction that was changed is among the lines of a report."""
+    return re.search(rf"[ %]{re.escape(instruction)}(?![\w.-]*\w)", hlo) is not None
+
+
+def verdict_of(program: Program, text: str, reference: Reference) -> tuple[str, Proof | None]:
     """Return the verdict on a text with the program's shardings; "errors" if the proof raises."""
     try:
-        proof = prove(text, inputs=program.inputs, outputs=program.outputs, mesh=program.mesh)
+        proof = prove(text, inputs=program.inputs, outputs=program.outputs, mesh=program.mesh, lowered=reference)
     except Exception as error:
         print(f"compiled_proof: {program.name}: {type(error).__name__}: {error}")
         return "errors", None
@@ -114,6 +139,8 @@ def reason_of(proof: Proof | None) -> str:
         return "the proof raised an error"
     if proof.problem is not None:
         return f"{proof.problem.instruction}: {proof.problem.missing}"[:200]
+    if not proof.unknown:
+        return proof.not_compared[:200]
     first = proof.unknown[0]
     return f"{len(proof.unknown)} instructions, first {first.instruction} ({first.opcode}): {first.reason}"[:200]
 
@@ -125,17 +152,19 @@ def summary(result: dict[str, Any]) -> str:
         f"{result['programs']} in {result['seconds']} s of CPU; {share:.2%} of {result['instructions']} instructions unknown"
     ]
     lines += ["  " + line for line in result["not_proved"][:SHOWN]]
+    lines += ["  not compared: " + line for line in result["not_compared"][:SHOWN]]
     if result["mutants"]:
-        columns = ("wrong", "unknown", "errors", "proved", "equivalent")
+        columns = ("wrong", "near", "with groups", "agrees", "unknown", "errors", "derived", "proved", "equivalent")
         lines += [
-            "| mutation | found wrong | unknown | errors | missed | equivalent |",
-            "|---|---:|---:|---:|---:|---:|",
+            f"| mutation | {' | '.join(columns)} |",
+            "|---|" + "---:|" * len(columns),
         ]
         rows = {**result["mutants"], "all": dict(sum((Counter(row) for row in result["mutants"].values()), Counter()))}
         lines += [
             f"| {kind} | {' | '.join(str(row.get(column, 0)) for column in columns)} |" for kind, row in rows.items()
         ]
         lines += ["  missed: " + line for line in result["missed"][:SHOWN]]
+        lines += ["  not found: " + line for line in result["not_found"][:SHOWN]]
         lines += ["  not interpreted: " + line for line in result["not_interpreted"][:SHOWN]]
     return "\n".join(lines)
 

@@ -184,7 +184,7 @@ class AuditOptions:
     """Chip that the program in a file was compiled for, such as v5p; needed for the step time."""
 
     prove: bool = False
-    """Prove the program too: each sum over devices is complete once, and the results have their declared shardings."""
+    """Prove the program too: each sum over devices is complete once, and the results are those that were written."""
 
     json: bool = False
     """Print JSON instead of a table."""
@@ -231,7 +231,7 @@ def audit(options: AuditOptions) -> None:
             proof = report.proof
             problem = proof.problem and proof.problem._asdict()
             unknown = [instruction._asdict() for instruction in proof.unknown]
-            json_report |= {"proof": {"verdict": proof.verdict, "problem": problem, "unknown": unknown}}
+            json_report |= {"proof": proof._asdict() | {"problem": problem, "unknown": unknown}}
             lines += ["", str(proof)]
     if options.png is not None and step is not None:
         so.planning.plot_timeline(step, path=options.png)

@@ -267,9 +267,9 @@ class SharedOptions(TypedDict, total=False):
     verify: Annotated[
         bool,
         Option(
-            "whether each program is proved when it is compiled: every sum over devices is complete once, and the results "
-            "have their shardings (`so.hlo.prove`). A wrong program raises an error before it runs. A program with "
-            "instructions that no rule covers gives a warning.",
+            "whether each program is proved when it is compiled: every sum over devices is complete once, and a small "
+            "program computes the numbers that were written (`so.hlo.prove`). A wrong program raises an error before it "
+            "runs. A program with instructions that no rule covers gives a warning, if its numbers were not compared.",
             default=False,
             check=_flag,
         ),

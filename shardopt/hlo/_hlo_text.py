@@ -60,6 +60,12 @@ def parse(text: str) -> Module:
     return Module(header, entry, {key: tuple(lines) for key, lines in computations.items()})
 
 
+def header_count(header: str, attribute: str) -> int:
+    """Return a number from the first line of a module, such as `num_partitions`; 1 if it is not there."""
+    match = re.search(rf"\b{attribute}=(\d+)", header)
+    return int(match[1]) if match else 1
+
+
 def operands(instruction: Instruction) -> list[str]:
     """Return the operand names. For a constant or parameter, return its literal."""
     operand_text = _TUPLE_INDEX.sub("", instruction.rest[: _end_of(instruction.rest)])

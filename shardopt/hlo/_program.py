@@ -15,7 +15,17 @@ from shardopt.core._errors import calling, error_text, format_error
 from shardopt.core._tracebacks import api_boundary
 from shardopt.core._types import PyTree, leaves_with_paths
 from shardopt.hlo._collective import Collective, read_collective
-from shardopt.hlo._hlo_text import Instruction, Module, arrays, attributes, nbytes, operands, parse, tiled_nbytes
+from shardopt.hlo._hlo_text import (
+    Instruction,
+    Module,
+    arrays,
+    attributes,
+    header_count,
+    nbytes,
+    operands,
+    parse,
+    tiled_nbytes,
+)
 from shardopt.hlo._report import Audit
 from shardopt.hlo._walk import (
     MEGASCALE,
@@ -98,7 +108,7 @@ def audit(
     name = parsed.module.header.removeprefix("HloModule").split(",")[0].strip()
     collectives = (parsed.collective(site) for site in collectives_of(parsed.module, schedule))
     listed = tuple(collective for collective in collectives if collective is not None)
-    source = parsed.text if parsed.compiled is None else source_of(parsed.compiled)
+    source = parsed.text if parsed.compiled is None else source_of(parsed.compiled, parsed.lowered)
     return Audit(listed, parsed.sizes, name, unread_starts(parsed.module), source)
 
 
@@ -114,6 +124,7 @@ class Program(NamedTuple):
       slices: number of slices along the outermost axis, joined by the data-centre network.
       devices: devices of the mesh; empty if the mesh is unknown or abstract.
       compiled: the compiled program; None for a text.
+      lowered: the program that XLA was given; None if it is unknown.
     """
 
     text: str
@@ -124,6 +135,7 @@ class Program(NamedTuple):
     slices: int
     devices: Devices
     compiled: Compiled | None
+    lowered: Lowered | None
 
     def collective(self, site: CollectiveSite) -> Collective | None:
         """Return the collective at a site; None if no device sends to another."""
@@ -137,7 +149,7 @@ def read_program(
     mesh: Mesh | AbstractMesh | Mapping[str, int] | None,
 ) -> Program:
     """Compile and parse a program, and find its mesh. Arguments and errors are the same as in `audit`."""
-    text, compiled = _compiled_text(program, args)
+    text, compiled, lowered = _compiled_text(program, args)
     module = parse(text)
     replicas, partitions = (header_count(module.header, attribute) for attribute in ("replica_count", "num_partitions"))
     known_mesh = mesh if mesh is not None else _known_mesh(compiled, args)
@@ -150,12 +162,12 @@ def read_program(
     slices = _check_devices(sizes, replicas * partitions, several_slices=MEGASCALE in text)
     _check_order(mesh, compiled)
     devices = tuple(known_mesh.devices.flat) if isinstance(known_mesh, Mesh) else ()
-    return Program(text, module, sizes, replicas, partitions, slices, devices, compiled)
+    return Program(text, module, sizes, replicas, partitions, slices, devices, compiled, lowered)
 
 
 def _compiled_text(
     program: CanLower | Lowered | Compiled | str, args: tuple[PyTree, ...]
-) -> tuple[str, Compiled | None]:
+) -> tuple[str, Compiled | None, Lowered | None]:
     if not isinstance(program, str | Lowered | Compiled) and hasattr(program, "lower"):
         try:
             inspect.signature(program.lower).bind(*args)
@@ -168,7 +180,7 @@ def _compiled_text(
         problem = f"arguments belong to a function, not to a {type(program).__name__}, which is lowered already."
         raise TypeError(error_text(problem, fix="leave them out."))
     if isinstance(program, str):
-        return program, None
+        return program, None, None
     compiled = program.compile() if isinstance(program, Lowered) else program
     if not isinstance(compiled, Compiled):
         problem = f"cannot audit a {type(compiled).__name__}."
@@ -177,7 +189,7 @@ def _compiled_text(
     text = compiled.as_text()
     if text is None:
         raise ValueError(error_text("this backend does not give the text of its compiled programs."))
-    return text, compiled
+    return text, compiled, program if isinstance(program, Lowered) else None
 
 
 def _check_placed(lowered: Lowered, args: tuple[PyTree, ...]) -> None:
@@ -200,11 +212,6 @@ def _check_placed(lowered: Lowered, args: tuple[PyTree, ...]) -> None:
             "one device is meant."
         )
         raise ValueError(error_text(problem, unplaced, fix))
-
-
-def header_count(header: str, attribute: str) -> int:
-    match = re.search(rf"\b{attribute}=(\d+)", header)
-    return int(match[1]) if match else 1
 
 
 def _known_mesh(compiled: Compiled | None, args: tuple[PyTree, ...]) -> Mesh | AbstractMesh | None:

@@ -73,15 +73,15 @@ class Audit(NamedTuple):
     def prove(
         self, *, inputs: Sequence[Sharding | str] | None = None, outputs: Sequence[Sharding | str] | None = None
     ) -> Proof:
-        """Derive that the program computes on its devices what it would on whole arrays; see `so.hlo.prove`.
+        """Prove that the program computes the program that XLA was given; see `so.hlo.prove`.
 
         Args:
-          inputs: one sharding per parameter of the program; by default those of the compiled program, or of the text.
+          inputs: one sharding per parameter of the program; by default the shardings of the compiled program or text.
           outputs: one sharding per array of the result; needed if the audit is of a text.
 
         Returns:
-          A `Proof`: "proved", "wrong" with the first wrong instruction, or "unknown" with the instructions that no rule
-          covers.
+          A `Proof`, whose verdict is "proved", "derived", "agrees", "unknown" or "wrong". Only an audit of a function or of a
+          `Lowered` knows the program that XLA was given; an audit of a `Compiled` or a text is at most "derived".
 
         Raises:
           ValueError: if the audit is of a text that does not contain the shardings of its parameters or results.

@@ -16,6 +16,7 @@ from shardopt.hlo._collective import Collective
 from shardopt.hlo._program import Memory, argument_padding, audit, inner_product_flops, memory, read_program
 from shardopt.hlo._report import Audit
 from shardopt.hlo.proof import Proof
+from shardopt.hlo.proof._prove import source_of
 from shardopt.mesh import make_mesh
 from shardopt.planning._compiled_time import StepSeconds, walk_schedule
 from shardopt.planning._hardware import Hardware, hardware_of
@@ -79,7 +80,7 @@ class AotReport(NamedTuple):
 
     @property
     def proof(self) -> Proof:
-        """Whether the compiled program computes what it would on whole arrays, derived now: see `so.hlo.prove`."""
+        """Whether the compiled program computes the program that XLA was given, found out now: see `so.hlo.prove`."""
         return self.audit.prove()
 
     def to_json(self) -> dict[str, object]:
@@ -179,7 +180,8 @@ def aot(
         raise TypeError(format_error("aot", f"make must return a ShardedOptimizer, got {type(opt).__name__}.", fix=fix))
     start = time.perf_counter()
     shapes = jax.tree.map(lambda leaf: abstract(leaf) if is_array_like(leaf) else leaf, abstract_batch)
-    compiled = _compile(opt.step.lower(opt.abstract_state(abstract_params), shapes), topology, chip)
+    lowered = opt.step.lower(opt.abstract_state(abstract_params), shapes)
+    compiled = _compile(lowered, topology, chip)
     seconds = time.perf_counter() - start
     text = compiled.as_text() or ""
     schedule = opt.config.schedule
@@ -190,7 +192,7 @@ def aot(
         num_slices=num_slices,
         mesh_shape=dict(mesh.shape),
         memory=memory(compiled),
-        audit=audit(compiled, mesh=dict(mesh.shape), schedule=schedule),
+        audit=audit(compiled, mesh=dict(mesh.shape), schedule=schedule)._replace(source=source_of(compiled, lowered)),
         flops=inner_product_flops(text, schedule=schedule),
         compile_seconds=seconds,
         hbm_bytes=chip.memory_bytes // devices_per_chip,

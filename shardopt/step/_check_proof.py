@@ -2,7 +2,7 @@
 
 import warnings
 
-from jax.stages import Compiled
+from jax.stages import Compiled, Lowered
 
 from shardopt.config._config import StrategyConfig
 from shardopt.core._errors import format_error
@@ -13,13 +13,13 @@ class WrongProgramError(RuntimeError):
     """A compiled program is proved to be wrong."""
 
 
-def check_proof(config: StrategyConfig, compiled: Compiled) -> None:
-    """Raise an error if a compiled program is wrong; warn if no rule covers some of its instructions.
+def check_proof(config: StrategyConfig, compiled: Compiled, lowered: Lowered) -> None:
+    """Raise an error if a compiled program is wrong; warn if it is neither derived nor compared.
 
     Raises:
       WrongProgramError: if the program is wrong.
     """
-    proof = prove(compiled, mesh=config.mesh)
+    proof = prove(compiled, mesh=config.mesh, lowered=lowered)
     if proof.verdict == "wrong":
         fix = "report the instructions to XLA, and disable the pass that made them (compiler_options=); or leave out verify."
         lines = str(proof.problem).splitlines()

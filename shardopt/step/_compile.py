@@ -54,11 +54,12 @@ class AotCompiled:
         check_jit(self.config.strategy)
         signature = (treedef, tuple(map(_leaf_signature, leaves)))
         if signature not in self._compiled:
-            compiled = self._compile(*args)
+            lowered = self.lower(*args)
+            compiled = self._compile(lowered)
             if self.check is not None:
                 self.check(compiled.as_text() or "")
             if self.config.verify:
-                check_proof(self.config, compiled)
+                check_proof(self.config, compiled, lowered)
             self._compiled[signature] = compiled
         if self.donated is not None:
             args = (self.donated.distinct(args[0], state_leaves, leaves), *args[1:])
@@ -75,8 +76,7 @@ class AotCompiled:
         with jax.set_mesh(None):
             return self.jitted.lower(abstract(args[0]), *jax.tree.map(_abstract_on_auto_axes, args[1:]))
 
-    def _compile(self, *args: PyTree) -> jax.stages.Compiled:
-        lowered = self.lower(*args)
+    def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         trim_malloc()  # free the memory of initialisation and of smaller programs
         compiled = lowered.compile()
         trim_malloc()

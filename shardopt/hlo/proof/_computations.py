@@ -59,12 +59,14 @@ class Walk:
       computations: the lines of each computation.
       replicas: the number of replicas.
       partitions: the number of partitions.
+      sums_of_constants: the orders of reductions of numbers that follow from no argument and are the same on all devices.
     """
 
     def __init__(self, computations: dict[str, tuple[Line, ...]], replicas: int, partitions: int) -> None:
         self.computations, self.replicas, self.partitions = computations, replicas, partitions
         self.devices = replicas * partitions
         self.known: dict[tuple[str, tuple[Result, ...]], Result] = {}
+        self.sums_of_constants: set[int] = set()
         _rules.set_devices(self.devices)
 
     def run(self, name: str, arguments: tuple[Result, ...]) -> Result:
@@ -302,7 +304,10 @@ class Walk:
         return self._by_part(value, lambda part: _collectives.block(self._reduced(line, part, groups), dim, at, n))
 
     def _reduced(self, line: Line, value: Value, groups: Groups) -> Value:
-        return _collectives.reduced_over(value, self.reduction(line.callee) or "?", groups, line.order)
+        result = _collectives.reduced_over(value, self.reduction(line.callee) or "?", groups, line.order)
+        if value.constant and not value.hidden and not value.zero and len(groups[0]) > 1:
+            self.sums_of_constants.add(line.order)
+        return result
 
     def _by_part(self, value: Value, rule: Any) -> Value:
         if not value.parts:

@@ -287,10 +287,8 @@ def along_whole(line: Line, values: Sequence[Value], dims: Sequence[int]) -> tup
         if not is_whole(common[dim]):
             raise Unproved(f"it mixes the elements of dim {dim}, of which each device holds a piece.")
     hidden = merged_hidden(used(value.hidden, line.order) for value in operands)
-    devices = None
     result = tuple(
         (Factor(value.shape[i], value.shape[i], scaled(f[0].at, 0)),) if i in dims and (f := common[i]) else common[i]
         for i, value in ((i, operands[0]) for i in range(len(common)))
     )
-    del devices
     return tuple(Value(value.shape, result, hidden) for value in operands)

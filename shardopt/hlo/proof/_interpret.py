@@ -1,6 +1,6 @@
 """Interpret a partitioned HLO module in numpy: all devices step through it together.
 
-This is the second witness of a proof about a compiled program. It shares the parser with the prover, and nothing else.
+This is the second witness of a proof about a compiled program. The rules of the derivation are no part of it.
 """
 
 import functools
@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from shardopt.hlo._hlo_text import Instruction, Module, attributes, operands, parse
-from shardopt.hlo._program import header_count
+from shardopt.hlo._hlo_text import Instruction, Module, attributes, header_count, operands, parse
 from shardopt.hlo.proof import _interpret_collectives as collectives
 from shardopt.hlo.proof._interpret_collectives import Devices
 from shardopt.hlo.proof._interpret_numpy import (
@@ -19,11 +18,14 @@ from shardopt.hlo.proof._interpret_numpy import (
     UFUNCS,
     Line,
     elementwise,
+    exact_reciprocals,
     iota,
     reduce_rows,
     reduce_window,
     scatter,
     shaped,
+    wide_float,
+    widened,
 )
 from shardopt.hlo.proof._interpret_shards import cut, error_between, join, read_literal, read_shape
 
@@ -34,7 +36,14 @@ MAX_ITERATIONS = 100_000
 
 
 class CannotInterpretError(NotImplementedError):
-    """An instruction that has no meaning in numpy here, with its name and the reason."""
+    """An instruction that has no meaning in numpy here, or none at all because a device would wait forever."""
+
+    def __init__(self, instruction: Instruction, reason: str) -> None:
+        rest = instruction.rest.partition(", metadata=")[0][:200]
+        line = f"{instruction.name} = {instruction.shape} {instruction.opcode}({rest}"
+        super().__init__(f"interpret: cannot interpret {line}: {reason.rstrip('.')}.")
+        self.instruction, self.reason = instruction, reason
+        self.waits_forever = any(words in reason for words in collectives.STUCK)
 
 
 def interpret(program: str | Module, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -88,11 +97,15 @@ class Interpreter:
 
     Attributes:
       module: the parsed module.
+      exact: whether to compute in double precision, with no rounding in between, whatever the types of floats are.
+      watch: called with the computation, the instruction and its value after each step.
       replicas: the number of replicas.
       partitions: the number of partitions of each replica.
     """
 
     module: Module
+    exact: bool = False
+    watch: Callable[[str, Instruction, Value], object] | None = None
     replicas: int = field(init=False)
     partitions: int = field(init=False)
     _steps: dict[str, tuple[list[tuple[Step, tuple[int, ...], Instruction]], int]] = field(default_factory=dict)
@@ -129,8 +142,13 @@ class Interpreter:
                 raise ValueError(
                     f"interpret: {line.name} is {line.shape} on each device, got {value.dtype}{list(value.shape)}."
                 )
+        return self._results(self.devices, inputs)
+
+    def _results(self, devices: Devices, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+        if self.exact:
+            inputs = [value.astype(wide_float(value.dtype)) for value in inputs]
         with np.errstate(all="ignore"):
-            result = self.call(self.module.entry, self.devices, list(inputs))
+            result = self.call(self.module.entry, devices, list(inputs))
         return list(result) if isinstance(result, tuple) else [result]
 
     def call(self, name: str, devices: Devices, arguments: Sequence[Value]) -> Value:
@@ -141,14 +159,17 @@ class Interpreter:
         values: list[Value] = []
         for step, places, instruction in steps:
             if places == (-1,):
-                values.append(arguments[step(devices, [])])
-                continue
-            try:
-                values.append(step(devices, [values[place] for place in places]))
-            except CannotInterpretError:
-                raise
-            except (ValueError, IndexError, TypeError, KeyError) as error:
-                raise _refusal(instruction, str(error)) from error
+                value = arguments[step(devices, [])]
+            else:
+                try:
+                    value = step(devices, [values[place] for place in places])
+                except CannotInterpretError:
+                    raise
+                except (ValueError, IndexError, TypeError, KeyError) as error:
+                    raise CannotInterpretError(instruction, str(error)) from error
+            values.append(value)
+            if self.watch is not None:
+                self.watch(name, instruction, value)
         return values[root]
 
     def _build(self, name: str) -> tuple[list[tuple[Step, tuple[int, ...], Instruction]], int]:
@@ -165,13 +186,21 @@ class Interpreter:
                 places = tuple(place_of[operand] for operand in names)
                 shapes = tuple(lines[place].shape for place in places)
                 line = Line(instruction.opcode, instruction.shape, attributes(instruction), shapes)
-                steps.append((self._step(instruction, line), places, instruction))
+                steps.append((self._step_of(instruction, line), places, instruction))
             except CannotInterpretError:
                 raise
             except (ValueError, KeyError, IndexError) as error:
-                raise _refusal(instruction, str(error)) from error
+                raise CannotInterpretError(instruction, str(error)) from error
         root = next((place for place, line in enumerate(lines) if line.is_root), len(lines) - 1)
         return steps, root
+
+    def _step_of(self, instruction: Instruction, line: Line) -> Step:
+        wide = widened(line) if self.exact else line
+        if wide == line or not line.reads_bits:
+            return self._step(instruction, wide)
+        step = self._step(instruction, line)  # a number has its bits in its own type
+        source, target = line.operand(0).dtype, wide.result.dtype
+        return lambda devices, values: step(devices, [values[0].astype(source)]).astype(target)
 
     def _step(self, instruction: Instruction, line: Line) -> Step:
         opcode = line.opcode
@@ -185,6 +214,7 @@ class Interpreter:
                 instruction.rest.partition("), ")[0].rpartition(")")[0] or instruction.rest.partition(")")[0],
                 line.result,
             )
+            literal = exact_reciprocals(literal) if self.exact and literal.dtype.kind == "f" else literal
             return lambda devices, values: np.broadcast_to(literal, (len(devices.positions), *literal.shape))
         builder = getattr(self, "_" + opcode.replace("-", "_"), None)
         if builder is None:
@@ -202,6 +232,8 @@ class Interpreter:
 
     def _optimization_barrier(self, line: Line) -> Step:
         return lambda devices, values: values[0]
+
+    _opt_barrier = _optimization_barrier
 
     def _after_all(self, line: Line) -> Step:
         return lambda devices, values: ()
@@ -277,7 +309,7 @@ class Interpreter:
         lines = [
             instruction
             for instruction in self.module.computations[self._callee(line, "to_apply", "calls")]
-            if instruction.opcode not in ("convert", "parameter")
+            if instruction.opcode not in ("convert", "parameter", "custom-call")
         ]
         if len(lines) == 1 and lines[0].opcode in UFUNCS:
             return lines[0].opcode
@@ -356,6 +388,10 @@ class Interpreter:
 
         return step
 
+    def _topk(self, line: Line) -> Step:
+        operation = CUSTOM_CALLS["TopK"](line)
+        return lambda devices, values: operation(*values)
+
     def _custom_call(self, line: Line) -> Step:
         target = line.attributes.get("custom_call_target", "").strip('"')
         if target == "AllocateBuffer":
@@ -427,12 +463,6 @@ class Interpreter:
 
 def _reduce_first(ufunc: Any, values: np.ndarray) -> np.ndarray:
     return reduce_rows(ufunc, values, 0)
-
-
-def _refusal(instruction: Instruction, reason: str) -> CannotInterpretError:
-    rest = instruction.rest.partition(", metadata=")[0][:200]
-    line = f"{instruction.name} = {instruction.shape} {instruction.opcode}({rest}"
-    return CannotInterpretError(f"interpret: cannot interpret {line}: {reason.rstrip('.')}.")
 
 
 def _take(value: Value, rows: np.ndarray) -> Value:

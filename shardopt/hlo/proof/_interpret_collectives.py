@@ -8,6 +8,8 @@ import numpy as np
 from shardopt.hlo._collective import Groups, permute_pairs, replica_groups
 
 Reduction = Callable[..., np.ndarray]
+STUCK = ("waits forever", "receives twice", "do not hold each device once")
+"""Parts of the reasons for which no devices can run a program."""
 
 
 class Devices(NamedTuple):

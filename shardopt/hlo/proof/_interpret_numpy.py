@@ -31,9 +31,38 @@ class Line(NamedTuple):
         """Return the shape of an array operand."""
         return read_shape(self.operand_shapes[index])
 
+    @property
+    def reads_bits(self) -> bool:
+        """Whether it takes the bits of numbers for numbers of another type."""
+        is_cast = self.opcode in ("bitcast", "bitcast-convert")
+        return is_cast and self.shape.partition("[")[0] != self.operand_shapes[0].partition("[")[0]
+
     def dims(self, name: str) -> tuple[int, ...]:
         """Return an attribute that lists dims."""
         return numbers(self.attributes.get(name, "{}"))
+
+
+_SHORT_FLOAT = re.compile(r"\b(?:f8\w+|bf16|f16|f32)(?=\[)")
+
+
+def widened(line: Line) -> Line:
+    """Return the line with floats of 64 bits in place of shorter ones."""
+    shapes = tuple(_SHORT_FLOAT.sub("f64", shape) for shape in line.operand_shapes)
+    opcode = "copy" if line.opcode == "reduce-precision" else line.opcode
+    return line._replace(opcode=opcode, shape=_SHORT_FLOAT.sub("f64", line.shape), operand_shapes=shapes)
+
+
+def exact_reciprocals(value: np.ndarray) -> np.ndarray:
+    """Return constants with 1/n in place of its fp32 number: XLA multiplies by such a number where a program divides."""
+    with np.errstate(all="ignore"):
+        whole = np.rint(1 / value)
+        near = np.isfinite(whole) & (np.abs(1 / value - whole) <= 2e-7 * np.abs(whole))
+        return np.where(near & (np.abs(whole) > 1), 1 / whole, value)
+
+
+def wide_float(dtype: np.dtype) -> np.dtype:
+    """Return float64 for a short float, and any other type itself."""
+    return np.dtype(np.float64) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def _integer_divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -168,8 +168,11 @@ def join(shards: np.ndarray, sharding: str) -> np.ndarray:
     return whole
 
 
-def error_between(actual: np.ndarray, expected: np.ndarray) -> float:
-    """Return the largest difference, relative to the largest expected number; infinite where one is not finite."""
+def error_between(actual: np.ndarray, expected: np.ndarray, smallest: float = 1e-30) -> float:
+    """Return the largest difference, relative to the largest expected number; infinite where one is not finite.
+
+    Numbers below `smallest` count as `smallest`.
+    """
     if actual.shape != expected.shape:
         return math.inf
     if actual.dtype.kind in "biu" or actual.size == 0:
@@ -179,7 +182,7 @@ def error_between(actual: np.ndarray, expected: np.ndarray) -> float:
     if not np.array_equal(finite, np.isfinite(a)) or not np.array_equal(a[~finite], b[~finite], equal_nan=True):
         return math.inf
     difference, scale = np.abs(a[finite] - b[finite]), np.abs(b[finite])
-    return float(difference.max(initial=0) / max(scale.max(initial=0), 1e-30)) if difference.any() else 0.0
+    return float(difference.max(initial=0) / max(scale.max(initial=0), smallest)) if difference.any() else 0.0
 
 
 def same(actual: np.ndarray, expected: np.ndarray, tolerance: float = 1e-5) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shardopt.hlo.proof import _interpret_numpy
 from shardopt.hlo.proof._lines import Line, dtype_of
 from shardopt.hlo.proof._value import (
     Data,
@@ -94,90 +95,26 @@ def iota(line: Line, devices: int) -> Value:
 
 def evaluate(line: Line, values: Sequence[Value], devices: int) -> np.ndarray | None:
     """Return the numbers of the result if those of all operands are known, and few."""
-    if not values or any(value.data is None for value in values):
+    if not values or line.opcode not in EVALUATED or any(value.data is None for value in values):
         return None
-    dtype = DTYPES.get(dtype_of(line.shape))
     arrays = [value.data.array for value in values if value.data is not None]
     rows = max(len(array) for array in arrays)
-    if dtype is None or rows * math.prod(line.dims) > LIMIT:
+    if dtype_of(line.shape) not in DTYPES or rows * math.prod(line.dims) > LIMIT:
         return None
-    with np.errstate(all="ignore"):
-        result = _evaluated(line, arrays, rows)
-    if result is None or result.shape[1:] != line.dims:
+    arrays = [np.broadcast_to(array, (rows, *array.shape[1:])) for array in arrays]
+    shapes = tuple(f"{_NAMES[array.dtype]}[{','.join(map(str, array.shape[1:]))}]" for array in arrays)
+    # the numbers of a bitcast stay in the order of the dims
+    opcode = "reshape" if line.opcode == "bitcast" else line.opcode
+    step = _interpret_numpy.Line(opcode, line.shape.partition("{")[0], line.attributes, shapes)
+    try:
+        with np.errstate(all="ignore"):
+            result = (_interpret_numpy.elementwise(step) or _interpret_numpy.shaped(step))(*arrays)  # type: ignore[misc]
+    except (ValueError, KeyError):
         return None
-    return result.astype(dtype)
+    return result if result.shape[1:] == line.dims else None
 
 
-_BINARY = {
-    "add": np.add,
-    "subtract": np.subtract,
-    "multiply": np.multiply,
-    "maximum": np.maximum,
-    "minimum": np.minimum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-}
-_COMPARE = {
-    "EQ": np.equal,
-    "NE": np.not_equal,
-    "LT": np.less,
-    "LE": np.less_equal,
-    "GT": np.greater,
-    "GE": np.greater_equal,
-}
-
-
-def _evaluated(line: Line, arrays: list[np.ndarray], rows: int) -> np.ndarray | None:
-    opcode, first = line.opcode, arrays[0]
-    if opcode in _BINARY:
-        return _BINARY[opcode](*arrays)
-    if opcode == "compare":
-        return _COMPARE[line.attributes["direction"]](*arrays)
-    if opcode in ("divide", "remainder"):
-        divisor = np.where(arrays[1] == 0, 1, arrays[1])
-        quotient = np.abs(first) // np.abs(divisor) * np.sign(first) * np.sign(divisor)
-        if (arrays[1] == 0).any():
-            return None
-        return quotient if opcode == "divide" else first - quotient * divisor
-    if opcode == "select":
-        return np.where(*_expanded(arrays, line.dims))
-    if opcode == "clamp":
-        low, x, high = _expanded(arrays, line.dims)
-        return np.minimum(np.maximum(x, low), high)
-    if opcode == "not":
-        return np.logical_not(first) if first.dtype == bool else np.invert(first)
-    if opcode in ("negate", "abs", "sign"):
-        return {"negate": np.negative, "abs": np.abs, "sign": np.sign}[opcode](first)
-    if opcode in ("copy", "convert"):
-        return first
-    if opcode in ("reshape", "bitcast"):
-        return first.reshape(len(first), *line.dims) if first.size == len(first) * math.prod(line.dims) else None
-    if opcode == "broadcast":
-        shape = [1] * len(line.dims)
-        for size, dim in zip(first.shape[1:], line.integers("dimensions"), strict=True):
-            shape[dim] = size
-        return np.broadcast_to(first.reshape(len(first), *shape), (len(first), *line.dims))
-    if opcode == "transpose":
-        return first.transpose(0, *[dim + 1 for dim in line.integers("dimensions")])
-    if opcode == "concatenate":
-        (dim,) = line.integers("dimensions")
-        return np.concatenate([np.broadcast_to(a, (rows, *a.shape[1:])) for a in arrays], axis=dim + 1)
-    if opcode == "slice":
-        bounds = [tuple(map(int, part.split(":"))) for part in re.findall(r"\[([\d:]+)\]", line.attributes["slice"])]
-        return first[(slice(None), *(slice(*bound) for bound in bounds))]
-    if opcode == "dynamic-slice":
-        sizes = line.integers("dynamic_slice_sizes")
-        pieces = []
-        for row in range(rows):
-            source = first[row % len(first)]
-            starts = [int(a[row % len(a)]) for a in arrays[1:]]
-            starts = [min(max(s, 0), n - k) for s, n, k in zip(starts, source.shape, sizes, strict=True)]
-            pieces.append(source[tuple(slice(s, s + k) for s, k in zip(starts, sizes, strict=True))])
-        return np.stack(pieces)
-    return None
-
-
-def _expanded(arrays: list[np.ndarray], shape: tuple[int, ...]) -> list[np.ndarray]:
-    """Give scalars the shape of the arrays."""
-    return [a.reshape(len(a), *[1] * len(shape)) if a.ndim == 1 and shape else a for a in arrays]
+EVALUATED = ("add", "subtract", "multiply", "maximum", "minimum", "and", "or", "xor", "compare", "divide", "remainder")
+EVALUATED += ("select", "clamp", "not", "negate", "abs", "sign", "copy", "convert", "reshape", "bitcast", "broadcast")
+EVALUATED += ("transpose", "concatenate", "slice", "dynamic-slice")
+_NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}

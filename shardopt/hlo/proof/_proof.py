@@ -57,29 +57,46 @@ MAX_SHOWN = 8
 
 
 class Proof(NamedTuple):
-    """What could be derived about a compiled program.
+    """The verdict on a compiled program.
 
     Attributes:
-      verdict: "proved", "wrong" or "unknown".
+      verdict: "proved", "derived", "agrees", "unknown" or "wrong". Rules cover all instructions of a program that is "proved"
+        or "derived". The results of the program that XLA was given are equal if it is "proved" or "agrees", and are not
+        compared if it is "derived" or "unknown".
       problem: the first wrong instruction, if the verdict is "wrong".
       unknown: the instructions that no rule covers, and on which a result depends.
       num_instructions: the number of instructions of the program, in all of its computations.
+      not_compared: why the results were not compared with those of the program that XLA was given; "" if they were.
+      assumption: what holds for the arguments that were compared; "" if they were any.
+      sums_of_constants: the instructions that sum a number which is the same on all devices, such as a count of rows. No
+        rule tells whether such a sum is meant, only the comparison does.
     """
 
-    verdict: Literal["proved", "wrong", "unknown"]
+    verdict: Literal["proved", "derived", "agrees", "unknown", "wrong"]
     problem: Problem | None
     unknown: tuple[Unknown, ...]
     num_instructions: int
+    not_compared: str = ""
+    assumption: str = ""
+    sums_of_constants: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Return the verdict with the problem, or with the first unknown instructions."""
+        """Return the verdict, what it rests on, and the problem or the first unknown instructions."""
         if self.problem is not None:
             return f"wrong: {self.problem}"
-        if not self.unknown:
-            return f"proved: all results of {self.num_instructions:,} instructions have their declared shardings."
-        shown = [f"  {unknown}" for unknown in self.unknown[:MAX_SHOWN]]
+        derived = f"all results of {self.num_instructions:,} instructions have their declared shardings"
+        if self.unknown:
+            derived = f"no rule covers {len(self.unknown)} of {self.num_instructions:,} instructions"
+        compared = f"Results on drawn arguments are equal{f' where {self.assumption}' if self.assumption else ''}."
+        compared = f"Not compared: {self.not_compared}" if self.not_compared else compared
+        lines = [f"{self.verdict}: {derived}. {compared}"]
+        if self.sums_of_constants:
+            settled = "open" if self.not_compared else "settled by the comparison"
+            lines.append(f"Whether sums of constants are meant is {settled}: {_shown(self.sums_of_constants)}.")
+        lines += [f"  {unknown}" for unknown in self.unknown[:MAX_SHOWN]]
         more = len(self.unknown) - MAX_SHOWN
-        lines = [*shown, *([f"  and {more} more"] if more > 0 else [])]
-        return "\n".join(
-            [f"unknown: no rule covers {len(self.unknown)} of {self.num_instructions:,} instructions.", *lines]
-        )
+        return "\n".join([*lines, *([f"  and {more} more"] if more > 0 else [])])
+
+
+def _shown(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:MAX_SHOWN]) + (", ..." if len(names) > MAX_SHOWN else "")

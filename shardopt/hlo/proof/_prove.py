@@ -2,16 +2,18 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import jax
 from jax.sharding import Mesh, NamedSharding, Sharding
-from jax.stages import Compiled
+from jax.stages import Compiled, Lowered
 
 from shardopt.core._errors import format_error
-from shardopt.hlo._hlo_text import parse
+from shardopt.hlo._hlo_text import Instruction, header_count, parse
+from shardopt.hlo.proof._compare import Comparison, Difference, Reference, compare
 from shardopt.hlo.proof._computations import Result, Walk
-from shardopt.hlo.proof._lines import array_shape, leaves, read_lines
+from shardopt.hlo.proof._lines import Line, array_shape, leaves, read_lines
+from shardopt.hlo.proof._locate import is_collective
 from shardopt.hlo.proof._proof import Proof, Unknown
 from shardopt.hlo.proof._report import describe
 from shardopt.hlo.proof._shardings import sharded
@@ -28,39 +30,53 @@ from shardopt.hlo.proof._value import (
 )
 
 
-class Source(NamedTuple):
-    """What a proof reads of a compiled program: its text with all constants, and the shardings around it."""
+@dataclass(frozen=True)
+class Source:
+    """What a proof reads of a compiled program.
+
+    Attributes:
+      text: its text, with all constants.
+      inputs: the shardings of its arguments; None if they are unknown.
+      outputs: the shardings of its results; None if they are unknown.
+      lowered: the program that XLA was given, or its HLO text; None if it is unknown.
+    """
 
     text: str
-    inputs: tuple[Sharding, ...] | None
-    outputs: tuple[Sharding, ...] | None
+    inputs: tuple[Sharding, ...] | None = None
+    outputs: tuple[Sharding, ...] | None = None
+    lowered: Lowered | str | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         """Return a short text: the text of a program is long."""
         return f"Source({len(self.text):,} characters)"
 
 
-def source_of(compiled: Compiled) -> Source:
+def source_of(compiled: Compiled, lowered: Lowered | str | None = None) -> Source:
     """Return what a proof reads of a compiled program."""
     inputs, outputs = (tuple(jax.tree.leaves(s)) for s in (compiled.input_shardings, compiled.output_shardings))
-    return Source(full_text(compiled), inputs, outputs)
+    return Source(full_text(compiled), inputs, outputs, lowered)
 
 
 def prove(
-    program: Compiled | Source | str,
+    program: Lowered | Compiled | Source | str,
     *,
     inputs: Sequence[Sharding | str] | None = None,
     outputs: Sequence[Sharding | str] | None = None,
     mesh: Mesh | Mapping[str, int] | None = None,
+    lowered: Lowered | Reference | str | None = None,
 ) -> Proof:
-    """Derive for every value of a partitioned program what each device holds: pieces, copies or terms of a sum.
+    """Prove that a partitioned program computes the program that XLA was given.
+
+    The proof derives for every value which pieces, copies or terms of a sum the devices hold. And it interprets both
+    programs on the same arguments.
 
     Args:
-      program: a compiled program, or the text of an optimised, partitioned HLO module.
+      program: a lowered program, which is compiled; a compiled program; or the text of an optimised, partitioned HLO module.
       inputs: one sharding per parameter of the entry computation, flat: a jax sharding, or the text of an HLO sharding
         such as `{devices=[8,1]<=[8]}` or `{replicated}`. By default those of the `Compiled`, or of the text's parameters.
       outputs: one sharding per array of the result, flat. By default those of the `Compiled`.
       mesh: names of the axes, for the report. By default those of the first `NamedSharding`.
+      lowered: the program that XLA was given, if `program` is compiled already: a `Lowered`, or its HLO text.
 
     Returns:
       A `Proof`: `.verdict`, `.problem`, `.unknown`; `print` shows it.
@@ -75,23 +91,26 @@ def prove(
       >>> mesh = so.make_mesh(data=8)
       >>> total = jax.jit(lambda x: x.sum(0), out_shardings=NamedSharding(mesh, P()))
       >>> rows = jax.ShapeDtypeStruct((16, 4), jnp.float32, sharding=NamedSharding(mesh, P("data")))
-      >>> prove(total.lower(rows).compile()).verdict
+      >>> prove(total.lower(rows)).verdict
       'proved'
+      >>> prove(total.lower(rows).compile()).verdict  # without the program that XLA was given
+      'derived'
 
     Note:
-      "proved" means: with its collectives taken away, and its instructions applied to whole arrays, the program computes
-      the same results, up to the order of sums. It does not say that this is the function that was written: a wrong
-      constant stays wrong. `docs/compiled_proof.md` says what else is not proved.
+      A "proved" program is derived, and its results are equal. A "derived" program was not compared. That is less: a sum
+      of constants that was dropped leaves no trace in a compiled program. A program that "agrees" has equal results, and
+      instructions that no rule covers. "unknown" is neither. `docs/compiled_proof.md` says more.
     """
+    program, lowered = (program.compile(), program) if isinstance(program, Lowered) else (program, lowered)
     source = source_of(program) if isinstance(program, Compiled) else program
     if isinstance(source, Source):
-        inputs, outputs = inputs or source.inputs, outputs or source.outputs
+        inputs, outputs, lowered = inputs or source.inputs, outputs or source.outputs, lowered or source.lowered
     text = source if isinstance(source, str) else source.text
     named = next((s.mesh for s in [*(inputs or ()), *(outputs or ())] if isinstance(s, NamedSharding)), None)
     mesh = named if mesh is None and isinstance(named, Mesh) else mesh
     module = parse(text)
     computations, instructions = read_lines(module)
-    replicas, partitions = (_count(module.header, name) for name in ("replica_count", "num_partitions"))
+    replicas, partitions = (header_count(module.header, name) for name in ("replica_count", "num_partitions"))
     devices = replicas * partitions
     entry = computations[module.entry]
     parameters = sorted(
@@ -119,20 +138,39 @@ def prove(
     for index, ((value, shape), sharding) in enumerate(zip(results, outputs, strict=True)):
         declared = sharded(sharding, array_shape(shape), devices)
         faults |= _faults_of_result(value, declared, index, root.order)
+    comparison = Comparison(None, "the program that XLA was given is unknown.")
+    if lowered is not None:
+        reference = lowered if isinstance(lowered, Reference) else Reference(lowered)
+        comparison = compare(module, reference, inputs, outputs, _sizes(mesh))
+    compared = not comparison.refusal
+    if compared and comparison.difference is None:  # a rule that objects does not cover this program
+        faults = {fault._replace(wrong=False) for fault in faults}
     wrong = sorted((fault for fault in faults if fault.wrong), key=lambda fault: fault.order)
+    if comparison.difference is not None:
+        fault = _fault_of_difference(comparison.difference, instructions, root)
+        # a rule knows which collective is wrong; else it names a later reader, and the comparison the first one
+        is_named = bool(wrong) and is_collective(instructions[wrong[0].order])
+        prefers_rule = is_named or comparison.difference.instruction is None
+        wrong = [*wrong, fault] if prefers_rule else [fault, *wrong]
     unknown = sorted((fault for fault in faults if not fault.wrong), key=lambda fault: fault.order)
     listed = {
         fault.order: Unknown(instructions[fault.order].name, instructions[fault.order].opcode, fault.reason)
         for fault in unknown
     }
     problem = describe(wrong[0], module, instructions, text, mesh) if wrong else None
-    verdict = "wrong" if wrong else "unknown" if unknown else "proved"
-    return Proof(verdict, problem, tuple(listed.values()), len(instructions))
+    verdict = ("agrees" if compared else "unknown") if unknown else "proved" if compared else "derived"
+    sums = tuple(instructions[order].name for order in sorted(walk.sums_of_constants))
+    rests_on = comparison.refusal, comparison.assumption, sums
+    return Proof("wrong" if wrong else verdict, problem, tuple(listed.values()), len(instructions), *rests_on)
 
 
-def _count(header: str, name: str) -> int:
-    match = re.search(rf"\b{name}=(\d+)", header)
-    return int(match[1]) if match else 1
+def _sizes(mesh: Mesh | Mapping[str, int] | None) -> dict[str, int]:
+    return dict(mesh.shape if isinstance(mesh, Mesh) else mesh or {})
+
+
+def _fault_of_difference(difference: Difference, instructions: Sequence[Instruction], root: Line) -> Fault:
+    order = next((i for i, line in enumerate(instructions) if line is difference.instruction), root.order)
+    return Fault(True, order, difference.reason, difference.groups)
 
 
 def _written_sharding(rest: str, devices: int) -> str:

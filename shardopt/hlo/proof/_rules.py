@@ -56,14 +56,6 @@ def apply(line: Line, values: Sequence[Value], devices: int) -> Value:
     return without_known_devices(value._replace(constant=constant))
 
 
-def apply_to_dims(shape: tuple[int, ...], dims: Sequence[Dim], hidden: tuple[Hidden, ...]) -> Value:
-    """Return an array, checked against its local shape."""
-    for size, dim in zip(shape, dims, strict=True):
-        if math.prod(factor.local for factor in dim) != size:
-            raise Unproved(f"the derived dims do not have the local shape {list(shape)}.")
-    return Value(shape, tuple(dims), hidden)
-
-
 def _by_parts(line: Line, values: Sequence[Value], devices: int) -> Value:
     """Apply an instruction to each piece of a concatenation."""
     from shardopt.hlo.proof._parts import by_parts
@@ -217,10 +209,6 @@ def reshaped(value: Value, shape: tuple[int, ...]) -> Value:
     """Return a value in another shape."""
     factors = [factor for dim in value.dims for factor in dim]
     return Value(shape, split_dims(factors, shape), value.hidden, value.constant, fill=value.fill)
-
-
-def _bitcast(line: Line, values: Sequence[Value], devices: int) -> Value:
-    raise NotImplementedError  # set by the interpreter, which knows the layout of the operand
 
 
 def bitcast(value: Value, source: str, target: str, shape: tuple[int, ...]) -> Value:
@@ -399,10 +387,6 @@ def _within_elements(hidden: tuple[Hidden, ...], count: int, at: Positions) -> t
                 at = Positions.of(np.array([rank[int(piece)] for piece in at.array]))
                 count //= h.count
     return count, at
-
-
-def _reduce(line: Line, values: Sequence[Value], devices: int) -> Value:
-    raise NotImplementedError  # set by the interpreter, which knows the computation
 
 
 def reduce(line: Line, value: Value, initial: Value, kind: str) -> Value:

@@ -8,10 +8,12 @@ import pytest
 from support.paths import PROGRAMS
 
 import shardopt as so
-from shardopt.cli import main
+from shardopt.cli import _plan, main
 from shardopt.cli._plan import _builder_text
-from shardopt.hlo import inner_product_flops
+from shardopt.hlo import Memory, inner_product_flops
+from shardopt.hlo.proof._prove import Source
 from shardopt.planning import Layout, find_model
+from shardopt.planning._aot import AotReport
 from shardopt.planning._layout import SearchArguments
 
 pytestmark = pytest.mark.fast
@@ -136,10 +138,53 @@ def test_audit_estimates_a_step_for_a_chip(capsys, tmp_path):
     assert json.loads(capsys.readouterr().out)["step_seconds"]["total"] == pytest.approx(1e-3)
 
 
+COUNTED = """HloModule m, num_partitions=2
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0), sharding={devices=[2]<=[2]}
+  ROOT %r = f32[8]{0} all-reduce(%p), replica_groups={{0,1}}, use_global_device_ids=true, channel_id=1, to_apply=%sum
+}
+"""
+WRITTEN = """HloModule m
+
+ENTRY %main (p: f32[16]) -> f32[8] {
+  %p = f32[16]{0} parameter(0)
+  %a = f32[8]{0} slice(%p), slice={[0:8]}
+  %b = f32[8]{0} slice(%p), slice={[8:16]}
+  ROOT %r = f32[8]{0} add(%a, %b)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("written", "verdict"), [(WRITTEN, "agrees"), (WRITTEN.replace("add", "subtract"), "wrong"), (None, "wrong")]
+)
+def test_audit_proves_what_it_compiled(capsys, monkeypatch, written, verdict):
+    source = Source(COUNTED, outputs=("{replicated}",), lowered=written)
+    audit = so.audit(COUNTED, mesh={"data": 2})._replace(source=source)
+    step = so.planning.step_seconds(ESTIMATED, hardware="v5p")
+    report = AotReport("v5p:2x1x1", 1, {"data": 2}, Memory(8, 8, 8, 8), audit, 1.0, 1.0, 100, COUNTED, step)
+    monkeypatch.setattr(_plan, "compile_model", lambda options: report)
+    words = ["audit", "--topology", "v5p:2x1x1", "--model", "gpt2", "--prove"]
+    assert main(words) == 0
+    assert capsys.readouterr().out == f"{report}\n\n{audit}\n\n{report.proof}\n"
+    assert main([*words, "--json"]) == 0
+    proof = json.loads(capsys.readouterr().out)["proof"]
+    assert (proof["verdict"], proof["not_compared"]) == (verdict, report.proof.not_compared)
+    assert (proof["problem"] is None) == (verdict == "agrees")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "audit: there is nothing to audit."),
+        ([str(PROGRAM), "--prove"], "audit: --prove needs to know where results live, which a file does not tell."),
         ([str(PROGRAM), "--topology", "v5e:4x4"], "audit: a file and --topology exclude each other."),
         ([str(PROGRAM), "--mesh", "depth=8"], "audit: --mesh depth=8 cannot be read."),
         ([str(PROGRAM), "--mesh", "data=4"], "audit: the mesh (data=4) has 4 devices, the program 8."),

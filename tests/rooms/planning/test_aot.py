@@ -24,6 +24,7 @@ from shardopt.planning._topologies import _without_a_tpu
 pytestmark = pytest.mark.fast
 
 SHAPE = Transformer("t", 256, 2, 8, 512, 1024, 64, num_kv_heads=4)
+SMALL = Transformer("t", 32, 2, 4, 64, 64, 16, num_kv_heads=2)
 FORMS = "a100:8, h100:8, h200:8, b200:8, v4:4x4x4, v5e:4x4, v5p:4x4x4, v6e:4x4, tpu7x:4x4x4"
 
 
@@ -176,6 +177,17 @@ def test_arguments_are_those_of_the_placement_formula(sizes):
     assert report.mesh_shape["tensor"] == sizes.get("tensor", 1)
     assert "data" in {axis for one in report.collectives for axis in one.axes or ()}
     assert 0 < report.peak_bytes < report.hbm_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{}, {"tensor": 2}, {"pipeline": 2}], ids=str)
+def test_a_step_for_a_tpu_is_proved(sizes):
+    make = lambda mesh: so.hybrid(  # noqa: E731
+        optax.adamw(1e-3), mesh, transformer.model(SMALL), rules=rules_of(mesh), placement="fsdp", micro_batches=2
+    )
+    report = so.aot(make, SMALL.abstract_params(), transformer.abstract_batch(SMALL, 16), topology="v5p:2x2x1", **sizes)
+    proof = report.proof
+    assert (proof.verdict in ("proved", "agrees"), proof.not_compared) == (True, ""), proof
 
 
 @pytest.mark.slow
