@@ -1,6 +1,8 @@
 """`find_nan`: name the operation, line, leaf, row and device of the first value of a step that is not finite."""
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,10 +19,10 @@ from shardopt.config._layout import Layout, make_layout
 from shardopt.core._block_model import as_block_model, call, run_blocks, takes_rng
 from shardopt.core._errors import calling, error_text
 from shardopt.core._tracebacks import api_boundary
-from shardopt.core._types import PyTree, TrainState, abstract, leaves_with_paths
+from shardopt.core._types import PyTree, TrainState, Weighted, abstract, leaves_with_paths
 from shardopt.losses._batch_dims import map_rows, num_rows, row_counts
 from shardopt.losses._loss import step_key
-from shardopt.losses._metrics import value_of
+from shardopt.losses._metrics import added, value_of
 from shardopt.losses._parts import loss_parts
 from shardopt.losses._sums import leaf_wire
 from shardopt.losses._view import Views
@@ -32,6 +34,9 @@ from shardopt.trace._nonfinite import Origin, first_origin, quick_compilation
 
 _MOST_ROWS = 8
 """The search for rows ends after this many."""
+
+_QUOTIENT = "so.Weighted: the total of all rows / their weight"
+"""The line of an operation that stands in no file of the user."""
 
 
 class NonFinite(NamedTuple):
@@ -140,10 +145,13 @@ def find_nan(opt: ShardedOptimizer, state: TrainState, batch: PyTree) -> NonFini
     pieces = _pieces(config, layout, state, batch)
     with jax.debug_nans(False), jax.debug_infs(False), jax.set_mesh(None), jax.default_device(jax.local_devices()[0]):
         search = _Search(config, layout, jax.tree.map(_values, state.params), jax.tree.map(_values, batch))
+        losses = []
         for rows, key in pieces:
-            if (finding := search.of_piece(rows, key)) is not None:
+            finding, loss = search.of_piece(rows, key)
+            if finding is not None:
                 return finding
-    return None
+            losses.append(loss)
+        return search.of_quotient(functools.reduce(added, losses))
 
 
 def _values(leaf: PyTree) -> PyTree:
@@ -189,17 +197,17 @@ class _Search:
     params: PyTree
     batch: PyTree
 
-    def of_piece(self, rows: np.ndarray | None, key: jax.Array | None) -> NonFinite | None:
-        """Return the finding in some rows; None if everything is finite."""
+    def of_piece(self, rows: np.ndarray | None, key: jax.Array | None) -> tuple[NonFinite | None, Weighted]:
+        """Return the finding in some rows, or None if everything is finite; and their loss."""
         batch = self.batch if rows is None else self.select(self.batch, rows)
         program = jax.jit(self.flags, compiler_options=quick_compilation())
         leaves = self.layout.treedef.flatten_up_to(self.params)
-        bad_forward, bad_gradients = jax.device_get(program(leaves, batch, key))
+        bad_forward, bad_gradients, piece_loss = jax.device_get(program(leaves, batch, key))
         if not bad_forward and not any(bad_gradients):
-            return None
+            return None, piece_loss
         trained_paths = [plan.path for plan in self.layout.trained]
         gradients = () if bad_forward else tuple(p for p, bad in zip(trained_paths, bad_gradients, strict=True) if bad)
-        function = self.loss_of if bad_forward else self.gradients_of
+        function = (lambda *args: self.loss_of(*args)[0]) if bad_forward else self.gradients_of
         args = jax.tree.map(jnp.asarray, (leaves, batch, key))
         closed = jax.make_jaxpr(function)(*args)
         origin = first_origin(closed, jax.tree.leaves(args), len(leaves))
@@ -212,12 +220,23 @@ class _Search:
 
             def is_bad(suspects: np.ndarray) -> bool:
                 filled = self.select(batch, np.resize(suspects, numbers.size))
-                forward, backward = jax.device_get(program(leaves, filled, key))
+                forward, backward, _ = jax.device_get(program(leaves, filled, key))
                 return bool(forward) or (not bad_forward and any(backward))
 
             bad_rows = tuple(_smallest_parts(is_bad, numbers))
             bad_rows = bad_rows if rows is None else tuple(int(rows[i]) for i in bad_rows)
-        return self.finding(origin, paths, "forward" if bad_forward else "backward", gradients, bad_rows)
+        finding = self.finding(origin, paths, "forward" if bad_forward else "backward", gradients, bad_rows)
+        return finding, piece_loss
+
+    def of_quotient(self, loss: Weighted) -> NonFinite | None:
+        """Return the finding in the division of the totals of all pieces by their weights; None if it is finite."""
+        with np.errstate(all="ignore"):
+            value = float(value_of(jax.tree.map(np.asarray, loss)))
+        if math.isfinite(value):
+            return None
+        kind = "NaN" if math.isnan(value) else "infinite"
+        count = num_rows(self.config, self.batch)
+        return NonFinite(kind, "forward", "div", _QUOTIENT, "", (), "", (), (), count, (), 0)
 
     def finding(
         self,
@@ -270,8 +289,10 @@ class _Search:
         """Return the batch with these rows."""
         return map_rows(self.config, lambda leaf, dim: leaf[(slice(None),) * dim + (rows,)], batch)
 
-    def loss_of(self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None) -> tuple[jax.Array, PyTree]:
-        """Return the loss of some rows, and the new values of frozen leaves."""
+    def loss_of(
+        self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None
+    ) -> tuple[tuple[jax.Array, PyTree], Weighted]:
+        """Return the loss of some rows and the new values of frozen leaves; and the loss as total and weight."""
         rows = num_rows(self.config, batch)
         wires = [leaf_wire(self.config.wire, plan) for plan in self.layout.plans]
         leaves = [
@@ -283,30 +304,32 @@ class _Search:
         returned = call(loss_fn, key, 0, params, batch) if model is None else run_blocks(model, params, batch, key)
         parts = loss_parts(self.config.strategy, returned, rows)
         if key is None:
-            return value_of(parts.loss), parts.updates
+            return (value_of(parts.loss), parts.updates), parts.loss
         # the weight of a piece may be 0: the step divides by the weight of all pieces
-        return jnp.sum(jnp.stack(jax.tree.leaves(parts.loss.total))), parts.updates
+        return (jnp.sum(jnp.stack(jax.tree.leaves(parts.loss.total))), parts.updates), parts.loss
 
     def gradients_of(self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None) -> list[jax.Array]:
         """Return the gradients of the trained leaves."""
-        return self.value_and_gradients(leaves, batch, key)[1]
+        return self.values_and_gradients(leaves, batch, key)[1]
 
-    def value_and_gradients(
+    def values_and_gradients(
         self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None
-    ) -> tuple[PyTree, list[jax.Array]]:
+    ) -> tuple[PyTree, list[jax.Array], Weighted]:
         def loss(trained):
             merged = self.layout.treedef.flatten_up_to(self.layout.merge(leaves, trained))
-            value, updates = self.loss_of(merged, batch, key)
-            return value, (value, updates)
+            values, parts = self.loss_of(merged, batch, key)
+            return values[0], (values, parts)
 
-        gradients, values = jax.grad(loss, has_aux=True)(self.layout.trained_leaves(leaves))
-        return values, gradients
+        gradients, (values, parts) = jax.grad(loss, has_aux=True)(self.layout.trained_leaves(leaves))
+        return values, gradients, parts
 
-    def flags(self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None) -> tuple[jax.Array, list[jax.Array]]:
-        """Return whether a value of the forward pass is not finite, and the same for each gradient."""
-        values, gradients = self.value_and_gradients(leaves, batch, key)
+    def flags(
+        self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None
+    ) -> tuple[jax.Array, list[jax.Array], Weighted]:
+        """Return whether a value of the forward pass is not finite, the same for each gradient, and the loss."""
+        values, gradients, parts = self.values_and_gradients(leaves, batch, key)
         bad_values = [~jnp.isfinite(x).all() for x in jax.tree.leaves(values)]
-        return jnp.stack(bad_values).any(), [~jnp.isfinite(x).all() for x in gradients]
+        return jnp.stack(bad_values).any(), [~jnp.isfinite(x).all() for x in gradients], parts
 
 
 def _smallest_parts(is_bad: Callable[[np.ndarray], bool], rows: np.ndarray) -> list[int]:
@@ -329,4 +352,5 @@ def _line_of(eqn: JaxprEqn) -> str:
         in_models = "/shardopt/models/" in frame.file_name
         if in_models or not frame.file_name.startswith(_LIBRARIES):
             return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
-    return source_info_util.summarize(eqn.source_info)
+    line = source_info_util.summarize(eqn.source_info)
+    return _QUOTIENT if line.endswith(f"({value_of.__name__})") else line

@@ -151,3 +151,19 @@ def test_replicas_that_train_apart_are_refused(mesh_of):
     with pytest.raises(ValueError, match="replicas of this strategy train apart") as error:
         so.find_nan(opt, state, np.ones((8, 3), np.float32))
     assert str(error.value).startswith("find_nan: ")
+
+
+@pytest.mark.parametrize("rng", [None, "a key"])
+def test_rows_that_weigh_nothing_are_a_finding(rng, mesh_of):
+    """Each piece of the batch may weigh nothing, and the loss is finite; all pieces may not."""
+
+    def weighted(params, batch, rng=None):
+        return so.Weighted(jnp.sum(batch["x"] * params["w"] * batch["weight"]), jnp.sum(batch["weight"]))
+
+    loss_fn = weighted if rng else lambda params, batch: weighted(params, batch)
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), loss_fn)
+    state, batch = opt.init({"w": np.ones((), np.float32)}), {"x": np.ones(4), "weight": np.array([0, 0, 0, 1.0])}
+    assert so.find_nan(opt, state, batch) is None
+    found = so.find_nan(opt, state, batch | {"weight": np.zeros(4)})
+    assert (found.kind, found.direction, found.operation) == ("NaN", "forward", "div")
+    assert "  operation: div, so.Weighted: the total of all rows / their weight\n" in str(found)
