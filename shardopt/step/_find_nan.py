@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,12 +19,15 @@ from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, make_layout
 from shardopt.core._block_model import as_block_model, call, run_blocks, takes_rng
 from shardopt.core._errors import calling, error_text
+from shardopt.core._trace_context import RowContext
 from shardopt.core._tracebacks import api_boundary
 from shardopt.core._types import PyTree, TrainState, Weighted, abstract, leaves_with_paths
 from shardopt.losses._batch_dims import map_rows, num_rows, row_counts
+from shardopt.losses._global_view import num_micro_batches
 from shardopt.losses._loss import step_key
 from shardopt.losses._metrics import added, value_of
 from shardopt.losses._parts import loss_parts
+from shardopt.losses._rows import with_rows
 from shardopt.losses._sums import leaf_wire
 from shardopt.losses._view import Views
 from shardopt.runtime._processes import gather_to_host
@@ -34,6 +38,12 @@ from shardopt.trace._nonfinite import Origin, first_origin, quick_compilation
 
 _MOST_ROWS = 8
 """The search for rows ends after this many."""
+
+_CANNOT_SEE = (
+    "find_nan runs the rows of each device apart, each with the key of its device",
+    "search in the global view, as by so.ddp(tx, mesh, loss_fn, view='global')",
+)
+"""Why a loss with a random key does not see the whole batch, and the remedy."""
 
 _QUOTIENT = "so.Weighted: the total of all rows / their weight"
 """The line of an operation that stands in no file of the user."""
@@ -101,7 +111,8 @@ def find_nan(opt: ShardedOptimizer, state: TrainState, batch: PyTree) -> NonFini
     copies of some of its rows, to find the rows that suffice.
 
     A loss that takes a random key runs for each piece of the batch, device and micro-batch, with the key of the step. On a
-    context axis all positions get the key of the first device.
+    context axis all positions get the key of the first device. If such a loss reads the rows of other devices, by
+    `so.batch_mean` or `jax.lax.pmean`, it is refused: search in the global view.
 
     Args:
       opt: a synchronous strategy; for `local_sgd` and `diloco`, the strategy inside.
@@ -114,7 +125,8 @@ def find_nan(opt: ShardedOptimizer, state: TrainState, batch: PyTree) -> NonFini
 
     Raises:
       TypeError: if `opt` is no `ShardedOptimizer`.
-      ValueError: if each replica of the strategy trains by itself, or the batch does not fit.
+      ValueError: if each replica of the strategy trains by itself, the batch does not fit, or a loss with a random key reads
+        the rows of other devices.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax, shardopt as so
@@ -142,9 +154,10 @@ def find_nan(opt: ShardedOptimizer, state: TrainState, batch: PyTree) -> NonFini
         problem = "replicas of this strategy train apart, each with its own parameters."
         raise ValueError(error_text(problem, fix="search in the strategy that was combined."))
     layout = make_layout(config, abstract(state.params))
-    pieces = _pieces(config, layout, state, batch)
+    cuts = _cuts(config, layout, batch)
+    pieces = _pieces(config, state, cuts)
     with jax.debug_nans(False), jax.debug_infs(False), jax.set_mesh(None), jax.default_device(jax.local_devices()[0]):
-        search = _Search(config, layout, jax.tree.map(_values, state.params), jax.tree.map(_values, batch))
+        search = _Search(config, layout, cuts, jax.tree.map(_values, state.params), jax.tree.map(_values, batch))
         losses = []
         for rows, key in pieces:
             finding, loss = search.of_piece(rows, key)
@@ -163,22 +176,49 @@ def _values(leaf: PyTree) -> PyTree:
     return gather_to_host(leaf)
 
 
+class _Cuts(NamedTuple):
+    """How a step cuts a batch, if each piece gets a random key of its own.
+
+    Attributes:
+      per_device: whether each device runs its rows apart.
+      rows: int[devices, micro-batches, rows of a piece], the rows of each piece; None if the batch is not cut.
+    """
+
+    per_device: bool
+    rows: np.ndarray | None
+
+    @property
+    def hides_rows(self) -> bool:
+        """Whether a piece has the rows of one device of several."""
+        return self.per_device and self.rows is not None and len(self.rows) > 1
+
+
+def _cuts(config: StrategyConfig, layout: Layout, batch: PyTree) -> _Cuts:
+    if not takes_rng(config.loss.loss_fn):
+        return _Cuts(per_device=False, rows=None)
+    shares, count = config.axes.num_row_shares, config.loss.micro_batches
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the step warns of the global view, and of micro-batches that are not cut
+        placed = place_batch(config, batch)
+        per_device = Views(config, training=True).of(layout, placed) == "per_device"
+        if not per_device:
+            count = num_micro_batches(config, layout, placed, training=True)
+    cannot_cut = len(row_counts(config, batch)) != 1 or num_rows(config, batch) % (shares * count)
+    return _Cuts(per_device, None if cannot_cut else np.arange(num_rows(config, batch)).reshape(shares, count, -1))
+
+
 def _pieces(
-    config: StrategyConfig, layout: Layout, state: TrainState, batch: PyTree
+    config: StrategyConfig, state: TrainState, cuts: _Cuts
 ) -> Iterator[tuple[np.ndarray | None, jax.Array | None]]:
     """Yield the rows of each piece and its random key; all rows at once, as None, if the loss takes no key."""
     if not takes_rng(config.loss.loss_fn):
         yield None, None
         return
-    per_device = Views(config, training=True).of(layout, place_batch(config, batch)) == "per_device"
-    shares, count = config.axes.num_row_shares, config.loss.micro_batches
-    cannot_cut = len(row_counts(config, batch)) != 1 or num_rows(config, batch) % (shares * count)
-    rows = None if cannot_cut else np.arange(num_rows(config, batch)).reshape(shares, count, -1)
-    step, rng = _values(state.step), _values(state.rng)
-    for m in range(1 if rows is None else count):
-        for d in range(shares if per_device else 1):
+    rows, step, rng = cuts.rows, _values(state.step), _values(state.rng)
+    for m in range(1 if rows is None else rows.shape[1]):
+        for d in range(config.axes.num_row_shares if cuts.per_device else 1):
             key = step_key(config, step, rng, m, device=d * config.axes.num_position_shares)
-            yield None if rows is None else rows[d, m] if per_device else rows[:, m].reshape(-1), key
+            yield None if rows is None else rows[d, m] if cuts.per_device else rows[:, m].reshape(-1), key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,12 +228,14 @@ class _Search:
     Attributes:
       config: of the strategy.
       layout: of its parameters.
+      cuts: how the step cuts the batch.
       params: the parameters, on the host.
       batch: the whole batch, on the host.
     """
 
     config: StrategyConfig
     layout: Layout
+    cuts: _Cuts
     params: PyTree
     batch: PyTree
 
@@ -299,14 +341,36 @@ class _Search:
             x if wire.gather_dtype is None else x.astype(wire.gather_dtype)
             for x, wire in zip(leaves, wires, strict=True)
         ]
-        params, loss_fn = self.layout.treedef.unflatten(leaves), self.config.loss.loss_fn
-        model = as_block_model(loss_fn)
-        returned = call(loss_fn, key, 0, params, batch) if model is None else run_blocks(model, params, batch, key)
+        returned = self.returned(self.layout.treedef.unflatten(leaves), batch, key)
         parts = loss_parts(self.config.strategy, returned, rows)
         if key is None:
             return (value_of(parts.loss), parts.updates), parts.loss
         # the weight of a piece may be 0: the step divides by the weight of all pieces
         return (jnp.sum(jnp.stack(jax.tree.leaves(parts.loss.total))), parts.updates), parts.loss
+
+    def returned(self, params: PyTree, batch: PyTree, key: jax.Array | None) -> PyTree:
+        """Return what the loss returns. If it names mesh axes, one device stands for all: each axis has size 1."""
+        loss_fn = self.config.loss.loss_fn
+        if self.cuts.hides_rows:
+            axes = self.config.axes
+            loss_fn = with_rows(RowContext(axes.summed, axes.num_shares, refused=_CANNOT_SEE), loss_fn)
+        model = as_block_model(loss_fn)
+
+        def run(params: PyTree, batch: PyTree, key: jax.Array | None) -> PyTree:
+            return call(loss_fn, key, 0, params, batch) if model is None else run_blocks(model, params, batch, key)
+
+        try:
+            return run(params, batch, key)
+        except NameError as error:
+            if "axis name" not in str(error):
+                raise
+            if self.cuts.hides_rows:
+                problem, fix = _CANNOT_SEE
+                text = error_text(f"the loss names a mesh axis, and {problem}.", fix=f"use so.batch_mean; and {fix}.")
+                raise ValueError(text) from error
+        for axis in self.config.mesh.axis_names:
+            run = _with_axis(run, axis)
+        return run(params, batch, key)
 
     def gradients_of(self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None) -> list[jax.Array]:
         """Return the gradients of the trained leaves."""
@@ -330,6 +394,12 @@ class _Search:
         values, gradients, parts = self.values_and_gradients(leaves, batch, key)
         bad_values = [~jnp.isfinite(x).all() for x in jax.tree.leaves(values)]
         return jnp.stack(bad_values).any(), [~jnp.isfinite(x).all() for x in gradients], parts
+
+
+def _with_axis(run: Callable[..., PyTree], axis: str) -> Callable[..., PyTree]:
+    """Return the function with an axis of size 1, which its collectives may name."""
+    run_on_axis = jax.vmap(run, in_axes=None, out_axes=0, axis_name=axis, axis_size=1)
+    return lambda *args: jax.tree.map(lambda x: x[0], run_on_axis(*args))
 
 
 def _smallest_parts(is_bad: Callable[[np.ndarray], bool], rows: np.ndarray) -> list[int]:
