@@ -21,7 +21,7 @@ from shardopt.core._block_model import as_block_model, call, run_blocks, takes_r
 from shardopt.core._errors import calling, error_text
 from shardopt.core._trace_context import RowContext
 from shardopt.core._tracebacks import api_boundary
-from shardopt.core._types import PyTree, TrainState, Weighted, abstract, leaves_with_paths
+from shardopt.core._types import Metric, PyTree, TrainState, Weighted, abstract, leaves_with_paths
 from shardopt.losses._batch_dims import map_rows, num_rows, row_counts
 from shardopt.losses._global_view import num_micro_batches
 from shardopt.losses._loss import step_key
@@ -270,7 +270,7 @@ class _Search:
         finding = self.finding(origin, paths, "forward" if bad_forward else "backward", gradients, bad_rows)
         return finding, piece_loss
 
-    def of_quotient(self, loss: Weighted) -> NonFinite | None:
+    def of_quotient(self, loss: Metric) -> NonFinite | None:
         """Return the finding in the division of the totals of all pieces by their weights; None if it is finite."""
         with np.errstate(all="ignore"):
             value = float(value_of(jax.tree.map(np.asarray, loss)))
