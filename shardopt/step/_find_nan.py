@@ -349,7 +349,7 @@ class _Search:
         return (jnp.sum(jnp.stack(jax.tree.leaves(parts.loss.total))), parts.updates), parts.loss
 
     def returned(self, params: PyTree, batch: PyTree, key: jax.Array | None) -> PyTree:
-        """Return what the loss returns. If it names mesh axes, one device stands for all: each axis has size 1."""
+        """Return the result of the loss. If it names mesh axes, one device stands for all: each axis has size 1."""
         loss_fn = self.config.loss.loss_fn
         if self.cuts.hides_rows:
             axes = self.config.axes
