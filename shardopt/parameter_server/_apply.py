@@ -133,11 +133,13 @@ def update_program(tx: optax.GradientTransformation, rule: Rule, codec: Compress
         pulled = params if pulled is None else pulled
         old_rule_state = rule_state
         grads, rule_state = rule.gradient(grads, rule_state, params=params, pulled=pulled, delay=delay)
+        old_opt_state = opt_state
         step, opt_state = update(grads, opt_state, params, value=metrics["loss"], grad=grads)
         if rule.scale is not None:
             factor = rule.scale(delay)
             step = jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), step)
-        rule_state = unless_skipped(opt_state, old_rule_state, rule_state)  # a refused push changes nothing
+        # a refused push changes nothing
+        rule_state = unless_skipped(old_opt_state, opt_state, old_rule_state, rule_state)
         return UpdateResult(optax.apply_updates(params, step), opt_state, rule_state, metrics)
 
     return run

@@ -1,6 +1,9 @@
 """`find_nan`: name the operation, line, leaf, row and device of the first value of a step that is not finite."""
 
 import dataclasses
+import functools
+import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,12 +19,15 @@ from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, make_layout
 from shardopt.core._block_model import as_block_model, call, run_blocks, takes_rng
 from shardopt.core._errors import calling, error_text
+from shardopt.core._trace_context import RowContext
 from shardopt.core._tracebacks import api_boundary
-from shardopt.core._types import PyTree, TrainState, abstract, leaves_with_paths
+from shardopt.core._types import PyTree, TrainState, Weighted, abstract, leaves_with_paths
 from shardopt.losses._batch_dims import map_rows, num_rows, row_counts
+from shardopt.losses._global_view import num_micro_batches
 from shardopt.losses._loss import step_key
-from shardopt.losses._metrics import value_of
-from shardopt.losses._parts import loss_parts
+from shardopt.losses._metrics import added, value_of
+from shardopt.losses._parts import LossParts, loss_parts
+from shardopt.losses._rows import with_rows
 from shardopt.losses._sums import leaf_wire
 from shardopt.losses._view import Views
 from shardopt.runtime._processes import gather_to_host
@@ -32,6 +38,15 @@ from shardopt.trace._nonfinite import Origin, first_origin, quick_compilation
 
 _MOST_ROWS = 8
 """The search for rows ends after this many."""
+
+_CANNOT_SEE = (
+    "find_nan runs the rows of each device apart, each with the key of its device",
+    "search in the global view, as by so.ddp(tx, mesh, loss_fn, view='global')",
+)
+"""Why a loss with a random key does not see the whole batch, and the remedy."""
+
+_QUOTIENT = "so.Weighted: the total of all rows / their weight"
+"""The line of an operation that stands in no file of the user."""
 
 
 class NonFinite(NamedTuple):
@@ -96,7 +111,8 @@ def find_nan(opt: ShardedOptimizer, state: TrainState, batch: PyTree) -> NonFini
     around it. An infinity that does not reach the loss or a gradient is no finding, such as the -inf of a mask. Then bad
     pieces are filled with copies of some of their rows, to find the rows that suffice.
 
-    On a context axis all positions get the key of the first device.
+    On a context axis all positions get the key of the first device. A loss that reads the rows of other devices, by
+    `so.batch_mean` or `jax.lax.pmean`, runs for the whole batch. With a random key it is refused: search in the global view.
 
     Args:
       opt: a synchronous strategy; for `local_sgd` and `diloco`, the strategy inside.
@@ -109,7 +125,8 @@ def find_nan(opt: ShardedOptimizer, state: TrainState, batch: PyTree) -> NonFini
 
     Raises:
       TypeError: if `opt` is no `ShardedOptimizer`.
-      ValueError: if each replica of the strategy trains by itself, or the batch does not fit.
+      ValueError: if each replica of the strategy trains by itself, the batch does not fit, or a loss with a random key reads
+        the rows of other devices.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax, shardopt as so
@@ -138,9 +155,10 @@ def find_nan(opt: ShardedOptimizer, state: TrainState, batch: PyTree) -> NonFini
         problem = "replicas of this strategy train apart, each with its own parameters."
         raise ValueError(error_text(problem, fix="search in the strategy that was combined."))
     layout = make_layout(config, abstract(state.params))
-    pieces = list(_pieces(config, layout, state, batch))
+    cuts = _cuts(config, layout, batch)
+    pieces = list(_pieces(config, state, cuts))
     with jax.debug_nans(False), jax.debug_infs(False), jax.set_mesh(None), jax.default_device(jax.local_devices()[0]):
-        return _Search(config, layout, jax.tree.map(_values, state.params), jax.tree.map(_values, batch)).run(pieces)
+        return _Search(config, layout, cuts, jax.tree.map(_values, state.params), jax.tree.map(_values, batch)).run(pieces)
 
 
 def _values(leaf: PyTree) -> PyTree:
@@ -162,19 +180,44 @@ class _Piece(NamedTuple):
 _WHOLE = _Piece(None, None)
 
 
-def _pieces(config: StrategyConfig, layout: Layout, state: TrainState, batch: PyTree) -> Iterator[_Piece]:
-    """Yield the pieces of a step: the rows of each device and micro-batch; all rows if the loss sees all at once."""
-    takes_key = takes_rng(config.loss.loss_fn)
-    per_device = Views(config, training=True).of(layout, place_batch(config, batch)) == "per_device"
+class _Cuts(NamedTuple):
+    """How a step cuts a batch.
+
+    Attributes:
+      per_device: whether each device runs its rows apart.
+      rows: int[devices, micro-batches, rows of a piece], the rows of each piece; None if the batch is not cut.
+    """
+
+    per_device: bool
+    rows: np.ndarray | None
+
+    @property
+    def hide_rows(self) -> bool:
+        """Whether a piece has the rows of one device of several."""
+        return self.per_device and self.rows is not None and len(self.rows) > 1
+
+
+def _cuts(config: StrategyConfig, layout: Layout, batch: PyTree) -> _Cuts:
     shares, count = config.axes.num_row_shares, config.loss.micro_batches
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the step warns of the global view, and of micro-batches that are not cut
+        placed = place_batch(config, batch)
+        per_device = Views(config, training=True).of(layout, placed) == "per_device"
+        if not per_device:
+            count = num_micro_batches(config, layout, placed, training=True)
     cannot_cut = len(row_counts(config, batch)) != 1 or num_rows(config, batch) % (shares * count)
-    if not takes_key and (cannot_cut or not per_device):
+    return _Cuts(per_device, None if cannot_cut else np.arange(num_rows(config, batch)).reshape(shares, count, -1))
+
+
+def _pieces(config: StrategyConfig, state: TrainState, cuts: _Cuts) -> Iterator[_Piece]:
+    """Yield the pieces of a step: the rows of each device and micro-batch; all rows if the loss sees all at once."""
+    takes_key, rows, per_device = takes_rng(config.loss.loss_fn), cuts.rows, cuts.per_device
+    if not takes_key and (rows is None or not per_device):
         yield _WHOLE
         return
-    rows = None if cannot_cut else np.arange(num_rows(config, batch)).reshape(shares, count, -1)
     step, rng = _values(state.step), _values(state.rng)
-    for d in range(shares if per_device else 1):
-        for m in range(1 if rows is None else count):
+    for d in range(config.axes.num_row_shares if per_device else 1):
+        for m in range(1 if rows is None else rows.shape[1]):
             key = step_key(config, step, rng, m, device=d * config.axes.num_position_shares) if takes_key else None
             yield _Piece(None if rows is None else rows[d, m] if per_device else rows[:, m].reshape(-1), key)
 
@@ -186,18 +229,22 @@ class _Search:
     Attributes:
       config: of the strategy.
       layout: of its parameters.
+      cuts: how the step cuts the batch.
       params: the parameters, on the host.
       batch: the whole batch, on the host.
     """
 
     config: StrategyConfig
     layout: Layout
+    cuts: _Cuts
     params: PyTree
     batch: PyTree
 
     def run(self, pieces: Sequence[_Piece]) -> NonFinite | None:
         """Return the finding: in the forward pass of the first bad piece, else in its gradients; None if all is finite."""
         without_key = pieces[0].key is None
+        if without_key and len(pieces) > 1 and self.reads_other_rows(pieces[0]):
+            pieces = [_WHOLE]
         for direction, flags in (("forward", self.bad_values), ("backward", self.bad_gradients)):
             program = jax.jit(flags, compiler_options=quick_compilation())
             flags_by_piece = [(piece, self.flags_of(program, piece)) for piece in pieces]
@@ -207,7 +254,29 @@ class _Search:
             if bad_pieces := [piece for piece, flags in flags_by_piece if flags.any()]:
                 is_bad = np.any([flags for _, flags in flags_by_piece], axis=0)
                 return self.in_pieces(direction, program, bad_pieces, is_bad)
-        return None
+        return None if without_key else self.of_quotient(pieces)
+
+    def reads_other_rows(self, piece: _Piece) -> bool:
+        """Return whether the loss of a piece reads the rows of other devices."""
+        try:
+            jax.eval_shape(self.loss_of, self.leaves, self.select(piece.rows), piece.key)
+        except ValueError as error:
+            if _CANNOT_SEE[0] not in str(error):
+                raise
+            return True
+        return False
+
+    def of_quotient(self, pieces: Sequence[_Piece]) -> NonFinite | None:
+        """Return the finding in the division of the totals of all pieces by their weights; None if it is finite."""
+        program = jax.jit(self.weighted_loss, compiler_options=quick_compilation())
+        losses = [program(self.leaves, self.select(piece.rows), piece.key) for piece in pieces]
+        with np.errstate(all="ignore"):
+            value = float(value_of(jax.tree.map(np.asarray, functools.reduce(added, losses))))
+        if math.isfinite(value):
+            return None
+        kind = "NaN" if math.isnan(value) else "infinite"
+        count = num_rows(self.config, self.batch)
+        return NonFinite(kind, "forward", "div", _QUOTIENT, "", (), "", (), (), count, (), 0)
 
     def flags_of(self, program: Callable[..., jax.Array], piece: _Piece, rows: np.ndarray | None = None) -> np.ndarray:
         """Return the flags of a program for a piece, or for a piece of other rows."""
@@ -299,20 +368,51 @@ class _Search:
 
     def loss_of(self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None) -> tuple[jax.Array, PyTree]:
         """Return the loss of some rows, and the new values of frozen leaves."""
-        rows = num_rows(self.config, batch)
+        parts = self.parts_of(leaves, batch, key)
+        if key is None and num_rows(self.config, batch) == num_rows(self.config, self.batch):
+            return value_of(parts.loss), parts.updates
+        # the weight of a piece may be 0: the step divides by the weight of all pieces
+        return jnp.sum(jnp.stack(jax.tree.leaves(parts.loss.total))), parts.updates
+
+    def weighted_loss(self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None) -> Weighted:
+        """Return the loss of some rows as a total and a weight."""
+        return self.parts_of(leaves, batch, key).loss
+
+    def parts_of(self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None) -> LossParts:
+        """Return the parts of the loss of some rows."""
         wires = [leaf_wire(self.config.wire, plan) for plan in self.layout.plans]
         leaves = [
             x if wire.gather_dtype is None else x.astype(wire.gather_dtype)
             for x, wire in zip(leaves, wires, strict=True)
         ]
-        params, loss_fn = self.layout.treedef.unflatten(leaves), self.config.loss.loss_fn
+        returned = self.returned(self.layout.treedef.unflatten(leaves), batch, key)
+        return loss_parts(self.config.strategy, returned, num_rows(self.config, batch))
+
+    def returned(self, params: PyTree, batch: PyTree, key: jax.Array | None) -> PyTree:
+        """Return the result of the loss. If it names mesh axes, one device stands for all: each axis has size 1."""
+        loss_fn = self.config.loss.loss_fn
+        is_whole = key is None and num_rows(self.config, batch) == num_rows(self.config, self.batch)
+        hides_rows = self.cuts.hide_rows and not is_whole
+        if hides_rows:
+            axes = self.config.axes
+            loss_fn = with_rows(RowContext(axes.summed, axes.num_shares, refused=_CANNOT_SEE), loss_fn)
         model = as_block_model(loss_fn)
-        returned = call(loss_fn, key, 0, params, batch) if model is None else run_blocks(model, params, batch, key)
-        parts = loss_parts(self.config.strategy, returned, rows)
-        if key is None and rows == num_rows(self.config, self.batch):
-            return value_of(parts.loss), parts.updates
-        # the weight of a piece may be 0: the step divides by the weight of all pieces
-        return jnp.sum(jnp.stack(jax.tree.leaves(parts.loss.total))), parts.updates
+
+        def run(params: PyTree, batch: PyTree, key: jax.Array | None) -> PyTree:
+            return call(loss_fn, key, 0, params, batch) if model is None else run_blocks(model, params, batch, key)
+
+        try:
+            return run(params, batch, key)
+        except NameError as error:
+            if "axis name" not in str(error):
+                raise
+            if hides_rows:
+                problem, fix = _CANNOT_SEE
+                text = error_text(f"the loss names a mesh axis, and {problem}.", fix=f"use so.batch_mean; and {fix}.")
+                raise ValueError(text) from error
+        for axis in self.config.mesh.axis_names:
+            run = _with_axis(run, axis)
+        return run(params, batch, key)
 
     def gradients_of(self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None) -> list[jax.Array]:
         """Return the gradients of the trained leaves."""
@@ -330,6 +430,12 @@ class _Search:
     def bad_gradients(self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None) -> jax.Array:
         """Return for each gradient whether it is not finite."""
         return _bad(self.gradients_of(leaves, batch, key))
+
+
+def _with_axis(run: Callable[..., PyTree], axis: str) -> Callable[..., PyTree]:
+    """Return the function with an axis of size 1, which its collectives may name."""
+    run_on_axis = jax.vmap(run, in_axes=None, out_axes=0, axis_name=axis, axis_size=1)
+    return lambda *args: jax.tree.map(lambda x: x[0], run_on_axis(*args))
 
 
 def _bad(tree: PyTree) -> jax.Array:
@@ -356,4 +462,5 @@ def _line_of(eqn: JaxprEqn) -> str:
         in_models = "/shardopt/models/" in frame.file_name
         if in_models or not frame.file_name.startswith(_LIBRARIES):
             return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
-    return source_info_util.summarize(eqn.source_info)
+    line = source_info_util.summarize(eqn.source_info)
+    return _QUOTIENT if line.endswith(f"({value_of.__name__})") else line

@@ -51,10 +51,11 @@ def apply_update(
     extra_args = ExtraArgs(gradients.loss, grads, loss_at, grad_at)
     updates, new_opt_state = _update(config, layout, grads, opt_state, shards, extra_args)
     check_same_form(config.strategy, opt_state, new_opt_state)
-    opt_state, change = new_opt_state, Change(grads, updates, shards)
+    old_opt_state, opt_state, change = opt_state, new_opt_state, Change(grads, updates, shards)
     shards = place(optax.apply_updates(shards, updates), shard_specs)
     new_params = layout.merge(frozen, jax.tree.leaves(shards))
-    new_params = unless_skipped(opt_state, new_params, _replace_updated(config, layout, new_params, gradients.updates))
+    with_updated = _replace_updated(config, layout, new_params, gradients.updates)
+    new_params = unless_skipped(old_opt_state, opt_state, new_params, with_updated)
     opt_specs, abstract_state = layout.specs.opt_state, layout.abstract.opt_state
     if layout.compression is not None:
         opt_specs, abstract_state = opt_specs.optimizer, abstract_state.optimizer

@@ -51,7 +51,7 @@ from shardopt.training._resume import (
     step_of,
 )
 from shardopt.training._spikes import MOST_ROLLBACKS, Spikes, spikes_of
-from shardopt.training._tolerance import tolerated
+from shardopt.training._tolerance import num_skipped, tolerated
 from shardopt.training._verify import Verification, verification_of
 
 
@@ -313,6 +313,7 @@ class _Run:
         """Take a step, and report the step before it."""
         batch = as_arrays("fit", batch)
         self.ledger.enter("step")
+        num_before = num_skipped(self.state)
         with self.profiler.before(self.step):
             if self.verification is not None and self.verification.due(self.step):
                 position = self.stream.drawn - 1
@@ -336,7 +337,7 @@ class _Run:
             device_metrics,
             examples=num_rows(self.opt.config, batch),
             reported=self.logging,
-            tolerated=tolerated(self.state),
+            tolerated=tolerated(self.state, num_before),
         )
         self.ledger.enter("log")
         if previous_report is not None:

@@ -9,31 +9,48 @@ from shardopt.local_updates._state import Replicas
 from shardopt.transforms._skip_anomalies import SkipAnomaliesState
 
 
-def tolerated(state: TrainState) -> jax.Array | None:
-    """Return whether the last update was skipped, as a boolean on the device; None if the optimizer never skips one.
+def num_skipped(state: TrainState) -> jax.Array | None:
+    """Return how many updates were skipped so far, on the device; None if the optimizer never skips one."""
+    if counts := [anomalies.num_skipped for anomalies in states_of(SkipAnomaliesState, state.opt_state)]:
+        return _total(counts)
+    counts = [finite.total_notfinite for finite in states_of(optax.ApplyIfFiniteState, state.opt_state)]
+    return _total(counts) if counts else None
+
+
+def tolerated(state: TrainState, num_before: jax.Array | None) -> jax.Array | None:
+    """Return whether the last step was skipped, as a boolean on the device; None if the optimizer never skips one.
 
     A step that `skip_anomalies` skipped is tolerated until more than `max_in_a_row` in a row were not finite.
     `apply_if_finite` skips a gradient that is not finite, but applies it after `max_consecutive_errors` in a row. Its
     state does not say whether it did. The parameters do: a gradient that was applied leaves NaN in them.
+
+    Args:
+      state: the state after the step.
+      num_before: `num_skipped` of the state before it. Inside of `optax.MultiSteps` a flag still speaks of the last
+        update, which may be steps ago.
     """
-    if anomaly_states := states_of(SkipAnomaliesState, state.opt_state):
-        return _is_skipped([(anomalies.skipped, anomalies.hopeless) for anomalies in anomaly_states])
-    finite = [finite_state.last_finite for finite_state in states_of(optax.ApplyIfFiniteState, state.opt_state)]
-    if not finite:
+    num_after = num_skipped(state)
+    if num_before is None or num_after is None:
         return None
+    if anomaly_states := states_of(SkipAnomaliesState, state.opt_state):
+        return _is_skipped(num_before, num_after, [anomalies.hopeless for anomalies in anomaly_states])
     replicas = state.opt_state.params if isinstance(state.opt_state, Replicas) else ()
-    return _is_harmless(finite, (state.params, replicas))
+    return _is_harmless(num_before, num_after, (state.params, replicas))
 
 
 @jax.jit
-def _is_skipped(flags: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
-    skipped, hopeless = (jnp.stack([jnp.any(flag) for flag in column]).any() for column in zip(*flags, strict=True))
-    return skipped & ~hopeless
+def _total(counts: list[jax.Array]) -> jax.Array:
+    return jnp.stack([jnp.sum(count) for count in counts]).sum()
 
 
 @jax.jit
-def _is_harmless(finite: list[jax.Array], params: PyTree) -> jax.Array:
+def _is_skipped(num_before: jax.Array, num_after: jax.Array, hopeless: list[jax.Array]) -> jax.Array:
+    return (num_before != num_after) & ~jnp.stack([jnp.any(flag) for flag in hopeless]).any()
+
+
+@jax.jit
+def _is_harmless(num_before: jax.Array, num_after: jax.Array, params: PyTree) -> jax.Array:
     """Return whether a gradient was not finite, and no parameter is NaN; parameters are read only after such a gradient."""
     leaves = [leaf for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     no_nan = lambda: ~jnp.stack([jnp.isnan(leaf).any() for leaf in leaves]).any()  # noqa: E731
-    return jax.lax.cond(jnp.stack([jnp.any(~flag) for flag in finite]).any(), no_nan, lambda: jnp.zeros((), bool))
+    return jax.lax.cond(num_before != num_after, no_nan, lambda: jnp.zeros((), bool))

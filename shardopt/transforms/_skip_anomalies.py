@@ -153,11 +153,16 @@ def skip_anomalies(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def unless_skipped(opt_state: PyTree, old: PyTree, new: PyTree) -> PyTree:
-    """Return `new`, or `old` if a `skip_anomalies` skipped the step that made this state of the optimizer."""
+def unless_skipped(old_opt_state: PyTree, opt_state: PyTree, old: PyTree, new: PyTree) -> PyTree:
+    """Return `new`, or `old` if a `skip_anomalies` skipped the step from the old state of the optimizer to the new one.
+
+    Counts are compared: inside of `optax.MultiSteps` a flag still speaks of the last update, which may be steps ago.
+    """
     if old is new or not (states := states_of(SkipAnomaliesState, opt_state)):
         return new
-    skipped = jnp.stack([state.skipped for state in states]).any()
+    old_states = states_of(SkipAnomaliesState, old_opt_state)
+    pairs = zip(old_states, states, strict=True)
+    skipped = jnp.stack([before.num_skipped != after.num_skipped for before, after in pairs]).any()
     return jax.tree.map(lambda x, y: jnp.where(skipped, x, y), old, new)
 
 

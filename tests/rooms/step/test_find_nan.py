@@ -170,3 +170,57 @@ def test_replicas_that_train_apart_are_refused(mesh_of):
     with pytest.raises(ValueError, match="replicas of this strategy train apart") as error:
         so.find_nan(opt, state, np.ones((8, 3), np.float32))
     assert str(error.value).startswith("find_nan: ")
+
+
+@pytest.mark.parametrize("rng", [None, "a key"])
+def test_rows_that_weigh_nothing_are_a_finding(rng, mesh_of):
+    """Each piece of the batch may weigh nothing, and the loss is finite; all pieces may not."""
+
+    def weighted(params, batch, rng=None):
+        return so.Weighted(jnp.sum(batch["x"] * params["w"] * batch["weight"]), jnp.sum(batch["weight"]))
+
+    loss_fn = weighted if rng else lambda params, batch: weighted(params, batch)
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), loss_fn)
+    state, batch = opt.init({"w": np.ones((), np.float32)}), {"x": np.ones(4), "weight": np.array([0, 0, 0, 1.0])}
+    assert so.find_nan(opt, state, batch) is None
+    found = so.find_nan(opt, state, batch | {"weight": np.zeros(4)})
+    assert (found.kind, found.direction, found.operation) == ("NaN", "forward", "div")
+    assert "  operation: div, so.Weighted: the total of all rows / their weight\n" in str(found)
+
+
+def row_mean(params, batch):
+    x = batch * params["w"]
+    return jnp.mean(jnp.sqrt(jax.lax.pmean(x.mean(), "data") + x))
+
+
+def test_a_loss_may_name_an_axis(mesh_of):
+    """The mean over devices is the mean of the whole batch: no device alone has this NaN."""
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), row_mean, view="per_device")
+    state, batch = opt.init({"w": np.ones((), np.float32)}), np.array([9, 9, 1, -2], np.float32)
+    assert so.find_nan(opt, state, batch) is None
+    assert so.find_nan(opt, state, np.array([9, 9, 9, -9], np.float32)).operation == "sqrt"
+
+
+def root_of_mean(params, batch, rng=None):
+    return jnp.mean(batch * params["w"]) * jnp.sqrt(so.batch_mean(batch))
+
+
+@pytest.mark.parametrize("reads", ["batch_mean", "pmean"])
+def test_a_key_and_the_rows_of_other_devices_are_refused(reads, mesh_of):
+    """The rows of the second device alone give NaN, and the step does not."""
+    loss_fn = root_of_mean if reads == "batch_mean" else lambda params, batch, rng=None: row_mean(params, batch)
+    mesh, batch = mesh_of(data=2), np.array([9, 9, -1, -2], np.float32)
+    opt = so.ddp(optax.sgd(0.1), mesh, loss_fn, view="per_device")
+    state = opt.init({"w": np.ones((), np.float32)})
+    with pytest.raises(ValueError, match="find_nan runs the rows of each device apart"):
+        so.find_nan(opt, state, batch)
+    if reads == "batch_mean":
+        assert so.find_nan(so.ddp(optax.sgd(0.1), mesh, loss_fn, view="global"), state, batch) is None
+
+
+def test_micro_batches_that_the_step_does_not_cut_are_not_cut(mesh_of):
+    """This loss is no mean over rows, so the step runs it at once; a half of the rows would give NaN."""
+    loss_fn = lambda params, batch, rng=None: jnp.sqrt(jnp.mean(batch) * params["w"])  # noqa: E731
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), loss_fn, view="global", micro_batches=2)
+    state = opt.init({"w": np.ones((), np.float32)})
+    assert so.find_nan(opt, state, np.array([9, -1, 9, -1], np.float32)) is None

@@ -228,3 +228,24 @@ def test_steps_that_stay_not_finite_end_the_run_although_the_optimizer_skips_the
     with pytest.raises(NonFiniteLossError, match="the loss became nan at step 8") as caught:
         fit(opt, opt.init({"w": jnp.zeros(())}), rows([1] * 5 + [np.nan] * 9), num_steps=14, progress=False)
     assert caught.value.position == 8
+
+
+def test_a_step_that_adds_up_gradients_after_a_skipped_update_is_not_skipped(mesh_of):
+    """In optax.MultiSteps the flag of the skipped update stays for the steps up to the next update."""
+
+    def loss_fn(params, batch):
+        loss = ((batch["x"] * params["w"] - batch["y"]) ** 2).mean()
+        return loss, {"stats": so.Updated({"count": params["count"] + 1})}
+
+    tx = optax.MultiSteps(so.transforms.skip_anomalies(optax.sgd(0.01), window=2), 3)
+    opt, logged = so.ddp(tx, mesh_of(data=2), loss_fn, frozen=["count"]), {}
+    result = fit(
+        opt,
+        opt.init({"w": jnp.zeros(()), "count": jnp.zeros(())}),
+        rows([1, 1, 1, 1, 1, 1000, 1, 1, 1]),
+        num_steps=9,
+        log=lambda step, metrics: logged.setdefault(step, metrics),
+        progress=False,
+    )
+    assert [metrics["skipped_batch"] for metrics in logged.values() if "skipped_batch" in metrics] == [5]
+    assert result.state.params["count"] == 8
