@@ -42,7 +42,7 @@ def compiled(model_name, topology, length, rows, base):
     from shardopt.optimizers import Matrix
     from shardopt.planning._models import find_model
 
-    shape = dataclasses.replace(find_model("adapters_pod", model_name), length=length, dtype=jnp.bfloat16)
+    shape = dataclasses.replace(find_model(model_name), length=length, dtype=jnp.bfloat16)
     model = transformer.model(shape, remat="full", chunk=512, logits_dtype=jnp.bfloat16)
     dtype = jnp.float32 if base is None else jnp.bfloat16
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shape.abstract_params())

@@ -132,7 +132,8 @@ class Fields:
         kind = scaling.pop("rope_type", scaling.pop("type", "default"))
         scaling.pop("type", None)
         base = scaling.pop("rope_theta", changes.get("rope_theta", self["rope_theta"])) or 10_000.0
-        share = scaling.pop("partial_rotary_factor", self["partial_rotary_factor"])
+        share = self["partial_rotary_factor"]
+        share = scaling.pop("partial_rotary_factor", changes.get("partial_rotary_factor", share))
         if "partial_rotary_factor" not in self._defaults and share not in (None, 1):
             self.problems.append(f"partial_rotary_factor is {share!r}, and all dims of this family's heads rotate")
         dims = None if share in (None, 1) else int(head_dim * share)
