@@ -240,6 +240,10 @@ class DecoderConfig:
             problems.append("qk_norm='rotated_head' is for rotary pairs that are not interleaved")
         if self.parallel and (self.post_norms or not self.pre_norms):
             problems.append("parallel is for blocks with pre_norms and without post_norms")
+        if self.latent is not None and self.latent.value > self.head_width:
+            problems.append(
+                f"latent.value={self.latent.value} is wider than queries and keys, which have {self.head_width} dims"
+            )
         if self.experts is not None and not 0 <= self.experts.num_first < self.num_layers:
             problems.append(
                 f"experts.num_first={self.experts.num_first} leaves no block of {self.num_layers} with experts"

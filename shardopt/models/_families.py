@@ -360,6 +360,13 @@ _GPT_OSS_DEFAULTS = LLAMA_DEFAULTS | {
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5,
     "rope_theta": 150_000.0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150_000.0,
+        "factor": 32.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
     "sliding_window": 128,
     "num_local_experts": 128,
     "num_experts_per_tok": 4,

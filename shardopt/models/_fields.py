@@ -128,6 +128,8 @@ class Fields:
           changes: fields of the old form that blocks of this type have differently.
         """
         old, new = changes.get("rope_scaling", self["rope_scaling"]) or {}, self["rope_parameters"] or {}
+        if old and "rope_parameters" not in self._values:
+            new = {}  # the default of a family, which the old form replaces as a whole
         scaling = dict(new.get(group) or {} if group in new else {} if _is_grouped(new) else new) | dict(old)
         kind = scaling.pop("rope_type", scaling.pop("type", "default"))
         scaling.pop("type", None)

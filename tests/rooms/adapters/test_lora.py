@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import shardopt as so
 from shardopt.adapters import lora
 from shardopt.adapters._quantized_weight import NF4, QuantizedWeight, quantize
+from shardopt.data import next_token
 from shardopt.models import gpt, moe
 from shardopt.optimizers import Matrix
 
@@ -130,7 +131,7 @@ MORE_MESHES = {
 )
 def test_steps_equal_one_device(mesh, base, low_rank_products, mesh_of):
     strategy, sizes = (MESHES | MORE_MESHES)[mesh]
-    batch = so.data.next_token(BATCH) if "context" in sizes else BATCH
+    batch = next_token(BATCH) if "context" in sizes else BATCH
     options = {"micro_batches": 2} if strategy is so.hybrid else {"micro_batches": 2, "min_shard_elements": 1}
     options = {name: value for name, value in options.items() if strategy is not so.ddp or name == "micro_batches"}
     adapted = adapted_gpt(base, low_rank_products=low_rank_products)
