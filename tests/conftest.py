@@ -3,6 +3,12 @@
 import importlib.metadata
 import os
 import shutil
+import sys
+
+# Where the environment says not to store bytecode, as in many containers, each process that a test starts would compile
+# the package for several seconds, and each worker all tests for ten.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Most of the suite's time is that of compiling programs that run once, so code generation need not optimise. Collectives,
 # shardings and donated buffers are decided before it, and stay as users have them.

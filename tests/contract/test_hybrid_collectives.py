@@ -173,7 +173,7 @@ def test_remat_on_one_stage_is_that_of_the_model(mesh_of):
         itertools.product(
             ["ddp", "zero1", "fsdp"], [{"data": 2, "tensor": 2, "pipeline": 2}, {"data": 2, "pipeline": 4}]
         ),
-        lambda row: ("tensor" in row[1]) == (row[0] == "ddp"),
+        lambda row: ("tensor" in row[1]) == (row[0] == "ddp") and row[0] != "zero1",
     ),
     ids=str,
 )

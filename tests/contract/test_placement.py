@@ -30,7 +30,7 @@ def build(strategy, mesh, model, optimizer, mesh_of, **options):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "mesh", "model", "optimizer"), tiered(CASES, lambda row: CASES.index(row) in (1, 2, 3, 5, 9))
+    ("strategy", "mesh", "model", "optimizer"), tiered(CASES, lambda row: CASES.index(row) in (1, 3, 5, 9))
 )
 def test_specs_are_the_shardings_and_the_second_step_compiles_nothing(strategy, mesh, model, optimizer, mesh_of):
     case, opt = build(strategy, MESHES[mesh], model, optimizer, mesh_of)

@@ -13,10 +13,8 @@ from support.tiers import tiered
 PAGES = sorted(page for page in (ROOT / "docs").rglob("*.md") if page != ROOT / "docs" / "index.md")
 
 
-QUICK = ["any_loss", "asynchronous", "blocks", "checkpoints", "clusters", "data_parallel", "matrices", "tutorial"]
-QUICK += [
-    f"howto/{name}" for name in ("debug_a_nan", "ema", "loss_spike", "optimizer", "own_loop", "preemption", "profile")
-]
+QUICK = ["any_loss", "asynchronous", "checkpoints", "clusters", "data_parallel", "matrices"]
+QUICK += [f"howto/{name}" for name in ("optimizer", "own_loop", "preemption")]
 """Pages that take at most two seconds of CPU. The other pages run in the slow tier."""
 
 

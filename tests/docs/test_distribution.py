@@ -87,10 +87,11 @@ def imported():
     """
     found = {}
     for path in (ROOT / "shardopt").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        beside = {one.stem for one in path.parent.glob("*.py")} if "__main__" in text else set()
+        for node in ast.walk(ast.parse(text)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-            beside = {one.stem for one in path.parent.glob("*.py")} if "__main__" in path.read_text() else set()
             for name in {name.split(".")[0] for name in names} - {"shardopt"} - beside - sys.stdlib_module_names:
                 found.setdefault(name, []).append(path.relative_to(ROOT).as_posix())
     return found

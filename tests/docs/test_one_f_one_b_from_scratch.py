@@ -44,6 +44,7 @@ def library(example):
     )
 
 
+@pytest.mark.slow
 def test_its_losses_and_weights_are_those_of_the_library_and_of_one_device(example, x64):
     config, mesh = example.Config(num_blocks=8), mesh_of_stages()
     sharded = example.make_init(config, mesh)(jax.random.key(0))

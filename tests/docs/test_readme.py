@@ -21,12 +21,13 @@ def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-def test_the_python_runs_as_it_stands(tmp_path):
+@pytest.mark.parametrize("count", [1, pytest.param(None, marks=pytest.mark.slow)], ids=["example", "all"])
+def test_the_python_runs_as_it_stands(count, tmp_path):
     # as many devices as the script asks for, compiled as cheaply as in all tests
     flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
     environment = os.environ | {"XLA_FLAGS": " ".join(flags)}
     script = tmp_path / "readme.py"
-    script.write_text("\n".join(blocks("python")))
+    script.write_text("\n".join(blocks("python")[:count]))
     command = [sys.executable, "-W", "error", str(script)]
     environment["PYTHONPATH"] = str(ROOT)  # where it is not installed
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
@@ -34,7 +35,7 @@ def test_the_python_runs_as_it_stands(tmp_path):
     loss, spec = done.stdout.split(maxsplit=1)
     assert float(loss) < 1e-3
     assert "('data', None)" in spec
-    assert "Resuming from step 10" in done.stderr
+    assert ("Resuming from step 10" in done.stderr) == (count is None)
 
 
 def test_the_example_has_ten_lines():

@@ -108,6 +108,7 @@ def test_a_class_has_a_docstring_of_its_own():
     assert bare == []
 
 
+@pytest.mark.slow
 def test_the_pages_build_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}

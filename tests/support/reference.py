@@ -44,7 +44,7 @@ def train(tx, loss_fn, params, batches: Sequence, *, value_fn: bool = False, ask
         updates, opt_state = optax.with_extra_args_support(tx).update(grads, opt_state, part, **extra)
         return optax.apply_updates(part, updates), opt_state, loss, optax.tree.norm(grads)
 
-    part, opt_state, history = split(params), tx.init(split(params)), []
+    part, opt_state, history = split(params), jax.jit(tx.init)(split(params)), []
     for batch in batches:
         part, opt_state, loss, norm = step(part, opt_state, batch)
         history.append((float(loss), float(norm)))

@@ -59,10 +59,15 @@ print("done")
 """
 
 
-def test_a_script_is_launched_and_an_error_of_one_process_ends_all_at_once(start, tmp_path):
+@pytest.mark.slow
+def test_a_script_is_launched_and_ends_well(start, tmp_path):
     (tmp_path / "mine.py").write_text(SCRIPT)
     good, _ = (job := start("--", "mine.py", "well")).communicate(timeout=300)
     assert (job.returncode, good) == (0, "done\n")
+
+
+def test_a_script_is_launched_and_an_error_of_one_process_ends_all_at_once(start, tmp_path):
+    (tmp_path / "mine.py").write_text(SCRIPT)
     # Without our hook jax would wait five minutes for the other process, and the other one for it.
     bad, _ = (job := start("--log-dir", "here", "--", "mine.py", "fail")).communicate(timeout=100)
     assert job.returncode == 1

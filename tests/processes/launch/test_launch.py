@@ -277,7 +277,7 @@ def test_where_more_can_run_it_is_ended_and_started_again_with_more(job, monkeyp
     ]
 
 
-@pytest.mark.parametrize("polite", [True, False])
+@pytest.mark.parametrize("polite", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_sigterm_reaches_all_and_nothing_is_started_anew(tmp_path, polite):
     answer = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n" if polite else ""
     script = HEAD + answer + "print('up', flush=True)\n" + FOREVER

@@ -117,8 +117,6 @@ MORE_MESHES = {
 @pytest.mark.parametrize(
     ("mesh", "base", "low_rank_products"),
     [
-        ("fsdp, tensor", "float", True),
-        ("fsdp, tensor", "nf4", False),
         ("pipeline", "int8", True),
         *(
             pytest.param(mesh, base, products, marks=pytest.mark.slow)
@@ -170,6 +168,7 @@ def test_adapters_are_placed_as_their_weights(mesh_of):
     assert (out.lora_a, out.lora_b) == (P("pipeline", "tensor", None, None), P("pipeline", None, None))
 
 
+@pytest.mark.slow
 def test_the_order_of_devices_does_not_matter():
     adapted, results = adapted_gpt(low_rank_products=True), []
     for order in (range(8), (3, 1, 7, 5, 0, 2, 6, 4)):

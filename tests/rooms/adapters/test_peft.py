@@ -75,7 +75,7 @@ def test_a_step_of_adamw_is_that_of_peft_and_comes_out_in_its_files(opened, resu
         np.testing.assert_allclose(oracle.sampled(numbers), results[f"step/{name}"], rtol=0, atol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize("base", ["float", "nf4"])
+@pytest.mark.parametrize("base", ["float", pytest.param("nf4", marks=pytest.mark.slow)])
 def test_a_state_starts_from_the_shards_of_an_open_model(base, opened, mesh_of):
     adapted = lora(
         opened.model,
@@ -102,6 +102,7 @@ def test_a_state_starts_from_the_shards_of_an_open_model(base, opened, mesh_of):
     assert (gate if base == "float" else gate.codes).sharding.spec == P(None, "data", "tensor")
 
 
+@pytest.mark.slow
 def test_latent_attention_and_experts_take_low_rank_products(tmp_path):
     config, shapes, _ = oracle.read_case("deepseek_v3")
     model = from_pretrained(oracle.write_folder(tmp_path / "base", config, shapes))

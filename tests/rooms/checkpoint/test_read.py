@@ -69,7 +69,7 @@ def test_same_place_goes_on_bit_for_bit(source, saved, make_opt, steps_on, same)
             ("ddp-2x4", "fsdp-replica2x4"),
             ("fsdp-replica2x4", "fsdp-8"),
         ],
-        quick=lambda row: row in (("zero1-4", "ddp-1"), ("fsdp-4x2", "ddp-2x4"), ("fsdp-replica2x4", "fsdp-8")),
+        quick=lambda row: row == ("fsdp-4x2", "ddp-2x4"),
         fast=lambda row: row == ("fsdp-8", "zero1-4"),
     ),
 )

@@ -114,6 +114,7 @@ def test_resuming_a_run_that_is_done_says_so_and_a_changed_order_too(train, fold
     assert "The run had reached step 8 already; --steps above that trains it further." in out
 
 
+@pytest.mark.slow
 def test_norms_of_layers_are_logged_and_drawn(train, folder):
     code, out, _ = train("--run-dir", folder, "--resume", "--steps", 10, "--metrics-every", 1)
     assert code == 0

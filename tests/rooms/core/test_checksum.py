@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.tiers import tiered
 
 from shardopt.core._checksum import checksum, from_limbs, joined, to_limbs
 
@@ -72,15 +73,18 @@ def test_sixty_four_bits_and_keys(x64):
     assert (np.asarray(checksum(keys)) != np.asarray(checksum(keys[::-1]))).all()
 
 
-def test_sums_of_shards_add_up_on_any_mesh(mesh_of):
+SPECS = [P("data", "tensor"), P("tensor"), P(("data", "tensor")), P(None, "tensor")]
+
+
+@pytest.mark.parametrize("spec", tiered(SPECS, lambda spec: spec == SPECS[0], ids=str))
+def test_sums_of_shards_add_up_on_any_mesh(spec, mesh_of):
     x, mesh = values("float32"), mesh_of(data=4, tensor=2)
     expected = np.asarray(sum_of(x))
-    for spec in (P("data", "tensor"), P("tensor"), P(("data", "tensor")), P(None, "tensor")):
-        placed = jax.device_put(x, NamedSharding(mesh, spec))
-        assert np.array_equal(np.asarray(sum_of(placed)), expected)  # the partitioner adds them up
-        by_start = {tuple(s.start or 0 for s in shard.index): shard.data for shard in placed.addressable_shards}
-        parts = [np.asarray(sum_of_shard(np.asarray(shard), start)) for start, shard in by_start.items()]
-        assert np.array_equal(np.sum(parts, axis=0, dtype=np.uint32), expected)
+    placed = jax.device_put(x, NamedSharding(mesh, spec))
+    assert np.array_equal(np.asarray(sum_of(placed)), expected)  # the partitioner adds them up
+    by_start = {tuple(s.start or 0 for s in shard.index): shard.data for shard in placed.addressable_shards}
+    parts = [np.asarray(sum_of_shard(np.asarray(shard), start)) for start, shard in by_start.items()]
+    assert np.array_equal(np.sum(parts, axis=0, dtype=np.uint32), expected)
 
 
 @pytest.mark.fast

@@ -38,7 +38,8 @@ def assert_same_rows(ours, theirs):
             np.testing.assert_array_equal(one[name], other[name], err_msg=name)
 
 
-def test_every_token_is_in_one_row_once_and_in_order():
+@pytest.mark.parametrize("count", [30, pytest.param(100, marks=pytest.mark.slow)])
+def test_every_token_is_in_one_row_once_and_in_order(count):
     def prop(documents, length, open_rows):
         rows = list(data.pack(documents, length, open_rows=open_rows))
         found = {}  # first token of a piece -> the piece
@@ -59,7 +60,7 @@ def test_every_token_is_in_one_row_once_and_in_order():
         for piece in wanted:
             np.testing.assert_array_equal(found[piece[0]], piece)
 
-    fuzz(prop, document_lists(), LENGTHS, OPEN_ROWS, count=100)
+    fuzz(prop, document_lists(), LENGTHS, OPEN_ROWS, count=count)
 
 
 def test_pairs_of_token_and_target_are_those_of_the_documents():
@@ -95,7 +96,8 @@ def test_rows_are_filled_first_fit():
 
 
 @pytest.mark.default
-def test_an_iterator_goes_on_from_any_state_and_packing_twice_is_the_same():
+@pytest.mark.parametrize("count", [10, pytest.param(30, marks=pytest.mark.slow)])
+def test_an_iterator_goes_on_from_any_state_and_packing_twice_is_the_same(count):
     def prop(documents, length, open_rows, batch_size):
         dataset = data.pack(documents, length, open_rows=open_rows).batch(batch_size)
         iterator, unbroken, states = iter(dataset), [], []
@@ -108,7 +110,7 @@ def test_an_iterator_goes_on_from_any_state_and_packing_twice_is_the_same():
             fresh.set_state(state)
             assert_same_rows(list(fresh), unbroken[position:])
 
-    fuzz(prop, document_lists(), LENGTHS, OPEN_ROWS, st.integers(1, 3), count=30)
+    fuzz(prop, document_lists(), LENGTHS, OPEN_ROWS, st.integers(1, 3), count=count)
 
 
 def test_an_iterator_of_shuffled_epochs_goes_back_and_forth():

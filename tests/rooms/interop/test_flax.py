@@ -45,7 +45,7 @@ def nnx_model():
     return params, nnx.get_partition_spec(params), lambda params, x: nnx.merge(graph, params)(x)
 
 
-@pytest.mark.parametrize("make", [linen_model, nnx_model])
+@pytest.mark.parametrize("make", [pytest.param(linen_model, marks=pytest.mark.slow), nnx_model])
 def test_names_of_dims_become_rules_that_train_as_one_device(make, mesh_of):
     params, specs, apply = make()
     rules = so.interop.rules_from_logical_axes(specs, AXES)

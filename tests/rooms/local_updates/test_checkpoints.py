@@ -75,7 +75,7 @@ def test_another_data_and_tensor_split_holds_the_same_values(strategy_of, trip, 
     assert apart(found.params, jax.device_get(wanted.params)) < 1e-10
 
 
-@pytest.mark.parametrize(("old", "new", "how"), tiered([(2, 4, "folder"), (4, 2, "bytes")], lambda row: row[0] == 2))
+@pytest.mark.parametrize(("old", "new", "how"), tiered([(2, 4, "folder"), (4, 2, "bytes")], lambda row: False))
 def test_another_number_of_replicas_takes_the_mean(old, new, how, strategy_of, trip, steps_on, new_batches):
     def make(replica):
         return so.diloco(strategy_of("fsdp", replica=replica), sync_every=4, fragments=2, delay=1, reducer=INT8)

@@ -89,6 +89,7 @@ def test_a_run_in_which_they_never_agree_is_refused(how, first, said, strategy_o
     assert so.fit(opt, state, [], num_steps=first, progress=False).stopped == "exhausted"
 
 
+@pytest.mark.slow
 def test_in_the_warm_up_they_agree_in_every_step(strategy_of, new_params, new_batches):
     opt = so.local_sgd(strategy_of("ddp"), sync_every=50, warmup_steps=2)
     rule = so.training.EarlyStopping("val_loss", patience=30)
@@ -101,7 +102,7 @@ def test_in_the_warm_up_they_agree_in_every_step(strategy_of, new_params, new_ba
     ("how", "every", "patience", "times", "stride"),
     [
         ({"sync_every": 10}, 2, 3, 5, 10),  # the last of the five would see another agreement, four are too many
-        ({"sync_every": 12, "fragments": 2, "delay": 4}, 3, 2, 3, 6),
+        pytest.param({"sync_every": 12, "fragments": 2, "delay": 4}, 3, 2, 3, 6, marks=pytest.mark.slow),
         pytest.param({"sync_every": 4}, 1, 3, 4, 4, marks=pytest.mark.slow),
     ],
 )
@@ -134,6 +135,7 @@ def test_early_stopping_that_ends_any_run_is_refused(
     assert run(patience, evaluate=lambda state: {"val_loss": 1.0}).stopped == "exhausted"  # nobody knows of what
 
 
+@pytest.mark.slow
 def test_a_run_that_is_just_not_refused_sees_an_agreement(strategy_of, new_params, new_batches):
     """H = 4, evaluated every 2 steps, patience 2: at 2, 4 (another value), 6, 8 (another)."""
     opt = so.local_sgd(strategy_of("ddp", optax.sgd(0.01)), sync_every=4)

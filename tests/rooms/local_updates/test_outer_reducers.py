@@ -14,12 +14,13 @@ R = so.reducers
 HOW = {"sync_every": 2, "fragments": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reducer", "name", "sizes"),
     [
-        pytest.param(R.exact(), "hybrid", {"pipeline": 2}, marks=pytest.mark.slow),
+        (R.exact(), "hybrid", {"pipeline": 2}),
         (R.error_feedback(R.top_k(1.0)), "fsdp", {"tensor": 2}),
-        pytest.param(R.error_feedback(R.power_sgd(8, min_ratio=0)), "hybrid", {"pipeline": 2}, marks=pytest.mark.slow),
+        (R.error_feedback(R.power_sgd(8, min_ratio=0)), "hybrid", {"pipeline": 2}),
     ],
     ids=lambda one: getattr(one, "name", str(one)),
 )

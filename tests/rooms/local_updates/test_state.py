@@ -34,7 +34,7 @@ def test_synchronize_makes_all_equal_to_the_mean_and_a_second_time_changes_nothi
 REDUCERS = [None, so.reducers.error_feedback(so.reducers.top_k(0.2))]
 
 
-@pytest.mark.parametrize("reducer", tiered(REDUCERS, bool, ids=lambda one: getattr(one, "name", "exact")))
+@pytest.mark.parametrize("reducer", tiered(REDUCERS, lambda one: False, ids=lambda one: getattr(one, "name", "exact")))
 def test_synchronize_leaves_nothing_on_its_way_that_would_count_twice(
     reducer, strategy_of, new_params, new_batches, steps_on, apart, x64
 ):
@@ -84,6 +84,7 @@ def test_synchronize_takes_back_no_more_than_what_is_on_its_way(
     np.testing.assert_allclose(moved, owed / 2, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_the_state_that_was_synchronized_can_be_trained_on(strategy_of, new_params, new_batches, steps_on):
     """As in a synchronous strategy: to look at the mean in the middle of a round changes nothing about the run."""
     opt = so.diloco(strategy_of("fsdp"), sync_every=3)
@@ -104,7 +105,8 @@ def test_evaluate_takes_the_shared_parameters(strategy_of, new_params, new_batch
     batches = new_batches(5)
     state, _ = steps_on(opt, opt.init(new_params()), batches)
     value = opt.evaluate(state, batches[0])["loss"]
-    np.testing.assert_allclose(value, model_of().loss_fn(jax.device_get(state.params), batches[0]), rtol=1e-12)
+    expected = jax.jit(model_of().loss_fn)(jax.device_get(state.params), batches[0])
+    np.testing.assert_allclose(value, expected, rtol=1e-12)
     assert int(state.step) == 5  # nothing was donated
     lowered = opt.evaluate.lower(state, batches[0])
     assert not [one for one in so.audit(lowered).of(axis="replica").collectives if one.bytes > 64]
@@ -126,7 +128,7 @@ def with_statistics(params, batch):
     return loss, {"stats": so.Updated({"mean": mean, "seen": params["seen"] + 1 + jnp.int32(batch["x"][0, 0] > 0)})}
 
 
-@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("delay", tiered([0, 1], bool))
 def test_leaves_that_the_loss_updates_are_averaged_when_replicas_agree(delay, strategy_of, new_batches, steps_on, x64):
     """Each replica keeps its own between; the shared ones, which evaluation sees, follow at each agreement."""
     params = {"w": jnp.ones((3, 2)), "mean": jnp.zeros(3), "seen": jnp.int32(0)}
@@ -151,6 +153,7 @@ def test_leaves_that_the_loss_updates_are_averaged_when_replicas_agree(delay, st
     assert np.abs(own[0] - own[1]).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_hyperparameters_are_one_number_for_all_replicas(strategy_of, new_params, new_batches, steps_on, rows_of):
     tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
     outer = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0, momentum=0.25)

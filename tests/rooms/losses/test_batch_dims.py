@@ -92,7 +92,7 @@ TABLE = [
     ("fsdp", EIGHT, 2, "global"),
     ("fsdp", SQUARE, 1, "global"),
 ]
-QUICK = [TABLE[i] for i in (0, 2, 4, 6, 8)]
+QUICK = [TABLE[4]]
 
 
 def row_id(row):
@@ -128,7 +128,10 @@ BLOCKS = so.BlockModel(
 )
 
 
-@pytest.mark.parametrize(("mesh", "view"), [({"data": 2, "pipeline": 2}, "per_device"), ({"data": 4}, "global")])
+@pytest.mark.parametrize(
+    ("mesh", "view"),
+    tiered([({"data": 2, "pipeline": 2}, "per_device"), ({"data": 4}, "global")], lambda row: "pipeline" in row[0]),
+)
 def test_blocks(mesh, view, mesh_of, x64):
     def loss(params, batch):
         found = BLOCKS.loss_fn(params, batch)
@@ -140,7 +143,7 @@ def test_blocks(mesh, view, mesh_of, x64):
     trains_as_one_device(opt, loss, start, batches(2))
 
 
-@pytest.mark.parametrize("view", ["per_device", "global"])
+@pytest.mark.parametrize("view", tiered(["per_device", "global"], lambda view: view == "global"))
 def test_replicas_that_train_apart_share_the_table(view, mesh_of, x64):
     """DiLoCo with H=1, inner SGD lr a, outer SGD lr 1: ddp with SGD lr a. The loss is a mean, as the replicas' are averaged."""
     tx, mean = optax.sgd(0.05), lambda params, batch: total_and_weight(params, batch)[0] / batch["weight"].size

@@ -25,11 +25,12 @@ WAYS = {
 }
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5}
 GRID = [(loss, way, "float64") for loss in LOSSES for way in WAYS]
-QUICK = [row for i, row in enumerate(GRID) if i // len(WAYS) % len(WAYS) == i % len(WAYS)]
+PAIRED = [row for i, row in enumerate(GRID) if i // len(WAYS) % len(WAYS) == i % len(WAYS)]  # each loss once
 SMOOTH = ("clip", "batch_norm", "root_of_mean")  # in float32 a row may fall on the other side of a threshold
 GRID += [(loss, way, "float32") for loss in SMOOTH for way in WAYS]
-QUICK.append(("clip", "zero2", "float32"))
-FAST = [QUICK[0], QUICK[3]]
+FAST = [PAIRED[0], PAIRED[3]]
+REPEATED = ("advantages", "inner_gradient", "constant_key", "top_half", "balance", "root_of_mean")  # mixed as in others
+QUICK = [row for row in PAIRED if row[0] not in REPEATED]
 
 
 def check(opt, loss_fn, params, batches, *, tx, dtype="float64", **how):
@@ -56,9 +57,7 @@ def test_any_loss_is_exact(name, way, dtype, mesh_of):
         check(opt, case.loss_fn, params, case.batches(4, np.dtype(dtype)), tx=tx, dtype=dtype)
 
 
-@pytest.mark.parametrize(
-    ("way", "optimizer"), tiered([("fsdp", "muon"), ("zero1", "adafactor")], lambda row: "muon" in row)
-)
+@pytest.mark.parametrize(("way", "optimizer"), tiered([("fsdp", "muon"), ("zero1", "adafactor")], lambda row: False))
 def test_any_optimizer_is_exact(way, optimizer, mesh_of, x64):
     case, (strategy, sizes) = LOSSES["batch_norm"], WAYS[way]
     tx = OPTIMIZERS[optimizer]()
@@ -96,6 +95,7 @@ def test_blocks_that_mix_rows(strategy, sizes, remat, mesh_of, x64):
     check(opt, model.loss_fn, block_params(), LOSSES["batch_norm"].batches(3), tx=tx)
 
 
+@pytest.mark.slow
 def test_hybrid_on_one_stage(mesh_of, x64):
     tx = OPTIMIZERS["momentum"]()
     opt = so.hybrid(tx, mesh_of(data=8), MODEL, micro_batches=1, min_shard_elements=8, view="global")
@@ -178,7 +178,7 @@ def test_keys_weights_metrics_and_updates_are_those_of_one_device(mesh_of, x64):
 
 
 CUT = [(loss, way) for loss in LOSSES for way in ("fsdp", "zero1")]
-CUT_QUICK = [("batch_norm", "fsdp"), ("weighted_by_data", "zero1")]
+CUT_QUICK = [("weighted_by_data", "zero1")]
 
 
 @pytest.mark.parametrize(("name", "way"), tiered(CUT, lambda row: row in CUT_QUICK, ids="-".join))
@@ -195,7 +195,7 @@ def masked(params, batch):
 
 
 @pytest.mark.parametrize(
-    ("way", "local"), tiered([("fsdp", False), ("hsdp", False), ("hsdp", True)], lambda row: row != ("hsdp", False))
+    ("way", "local"), tiered([("fsdp", False), ("hsdp", False), ("hsdp", True)], lambda row: row == ("fsdp", False))
 )
 def test_micro_batches_of_a_mean_over_rows_are_cut(way, local, mesh_of, x64):
     case, tx, (strategy, sizes) = LOSSES["weighted_by_data"], OPTIMIZERS["momentum"](), WAYS[way]
@@ -214,6 +214,7 @@ def test_micro_batches_of_a_mean_over_rows_are_cut(way, local, mesh_of, x64):
     assert relative_difference(state.params, shared) < 1e-10
 
 
+@pytest.mark.slow
 def test_blocks_in_micro_batches(mesh_of, x64):
     tx = OPTIMIZERS["momentum"]()
     model = MODEL._replace(
@@ -238,6 +239,7 @@ def test_replicas_that_train_apart_each_see_their_whole_rows(mesh_of, x64):
     assert relative_difference(state.opt_state.params.value, stacked) < 1e-10
 
 
+@pytest.mark.slow
 def test_in_warm_up_steps_there_is_one_loss_of_the_whole_batch(mesh_of, x64):
     case, tx = LOSSES["batch_norm"], OPTIMIZERS["momentum"]()
     strategy = so.ddp(tx, mesh_of(replica=2, data=4), case.loss_fn, view="global")
@@ -306,7 +308,7 @@ SENT = {
 """What XLA:CPU sends, in bytes of all parameters."""
 
 
-@pytest.mark.parametrize("way", tiered(SENT, lambda way: way != "ddp"))
+@pytest.mark.parametrize("way", tiered(SENT, lambda way: way == "fsdp"))
 def test_what_the_partitioner_is_seen_to_send(way, mesh_of):
     strategy, sizes = WAYS[way]
     model = MODEL._replace(block=lambda w, x: x + jnp.tanh(x @ w["up"]) @ w["down"])

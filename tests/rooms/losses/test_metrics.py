@@ -60,7 +60,12 @@ def check(metrics):
 
 
 @pytest.mark.parametrize(
-    "options", [pytest.param({"micro_batches": 2}, marks=pytest.mark.fast), {"view": "global"}], ids=str
+    "options",
+    [
+        pytest.param({"micro_batches": 2}, marks=pytest.mark.fast),
+        pytest.param({"view": "global"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_of_each_kind(options, mesh_of, x64):
     opt = so.fsdp(optax.sgd(0.1), mesh_of(replica=2, data=2), loss_fn, **options)

@@ -129,7 +129,7 @@ ROWS = [(place, loss) for place in PLACES for loss in [all_of_them, *LOSSES]]
     ("place", "loss"),
     tiered(
         ROWS,
-        lambda row: row in (("hsdp", all_of_them), ("tensor", all_of_them)),
+        lambda row: row == ("hsdp", all_of_them),
         ids=lambda row: f"{row[0]}-{row[1].__name__}",
     ),
 )
@@ -161,7 +161,7 @@ SEVERAL_TERMS = [
     ("strategy", "sizes", "options"),
     tiered(
         SEVERAL_TERMS,
-        lambda row: row in (SEVERAL_TERMS[0], SEVERAL_TERMS[4]),
+        lambda row: row == SEVERAL_TERMS[4],
         ids=lambda row: f"{row[0]}-{row[1]}-{list(row[2])}",  # a reducer's text has an address
     ),
 )
@@ -276,7 +276,7 @@ def test_a_function_that_the_user_jitted_is_traced_again_where_the_rows_are_else
     assert mean(rows[:2]) == 0.5
 
 
-@pytest.mark.parametrize("name", ["gather_batch", "batch_mean", "batch_sum"])
+@pytest.mark.parametrize("name", tiered(["gather_batch", "batch_mean", "batch_sum"], lambda name: name == "batch_sum"))
 def test_what_sees_a_part_of_the_batch_is_refused(name, mesh_of):
     function = getattr(so, name)
     loss_fn = lambda params, x: (params * function(x)).sum()  # noqa: E731

@@ -114,12 +114,12 @@ TABLE = [
     for sizes in ({"data": 8}, {"data": 4, "tensor": 2})
 ]
 TABLE += [("hybrid", one, PIPELINE) for one in OWNED]
-QUICK = [("zero2", "muon", {"data": 8}), ("fsdp", "muon", {"data": 4, "tensor": 2}), ("hybrid", "lamb", PIPELINE)]
+FAST = ("fsdp", "muon", {"data": 4, "tensor": 2})
 
 
 @pytest.mark.parametrize(
     ("name", "one", "sizes"),
-    tiered(TABLE, quick=lambda row: row in QUICK, fast=lambda row: row == QUICK[1]),
+    tiered(TABLE, quick=lambda row: False, fast=lambda row: row == FAST),
     ids=str,
 )
 def test_equals_one_device(name, one, sizes, mesh_of, x64):
@@ -133,16 +133,12 @@ def test_equals_one_device(name, one, sizes, mesh_of, x64):
 UNEVEN = [
     (layers, name, one, sizes) for layers in (6, None) for name, one, sizes in TABLE if layers or name != "hybrid"
 ]
-QUICK_UNEVEN = [
-    (6, "fsdp", "muon", {"data": 8}),
-    (6, "hybrid", "muon", PIPELINE),
-    (None, "zero1", "muon", {"data": 4, "tensor": 2}),
-]
+FAST_UNEVEN = (6, "fsdp", "muon", {"data": 8})
 
 
 @pytest.mark.parametrize(
     ("layers", "name", "one", "sizes"),
-    tiered(UNEVEN, quick=lambda row: row in QUICK_UNEVEN, fast=lambda row: row == QUICK_UNEVEN[0]),
+    tiered(UNEVEN, quick=lambda row: False, fast=lambda row: row == FAST_UNEVEN),
     ids=str,
 )
 def test_equals_one_device_where_matrices_do_not_divide(layers, name, one, sizes, mesh_of, x64):
@@ -153,7 +149,7 @@ def test_equals_one_device_where_matrices_do_not_divide(layers, name, one, sizes
     assert relative_difference(after(opt, params, 3).params, expected) < 1e-10
 
 
-@pytest.mark.parametrize("one", ["muon", "adafactor"])
+@pytest.mark.parametrize("one", [pytest.param("muon", marks=pytest.mark.slow), "adafactor"])
 def test_equals_one_device_where_some_owners_return_nothing(one, mesh_of, x64):
     """Fewer matrices than devices, and some that no device shards: their results are combined instead of sent."""
     case = problem("odd", weighted=True, steps=3)
@@ -221,6 +217,7 @@ def test_an_optimizer_without_work_on_matrices_sends_nothing_more(mesh_of):
         assert matrices.config.report(params).owners.bytes_sent == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero1", "fsdp"])
 def test_muon_sends_little_more_than_adam(name, mesh_of):
     params = model_params(dtype=jnp.float32)
@@ -325,7 +322,7 @@ def test_the_report_names_the_owners_of_a_pipeline(mesh_of):
     ("one", "arrays"),
     [
         ("muon", 2),
-        ("schedule_free_muon", 3),  # parameters as well: state is made of them
+        pytest.param("schedule_free_muon", 3, marks=pytest.mark.slow),  # parameters as well: state is made of them
         pytest.param("soap", 2, marks=pytest.mark.slow),
         pytest.param("eight_bit", 2, marks=pytest.mark.slow),
     ],
@@ -338,7 +335,7 @@ def test_gradients_go_to_owners_and_updates_come_back(one, arrays, mesh_of):
     assert sent == arrays * 2 * (8 * 16 * 32 * 4) * 7 // 64
 
 
-@pytest.mark.parametrize("one", ["soap", "shampoo"])
+@pytest.mark.parametrize("one", [pytest.param("soap", marks=pytest.mark.slow), "shampoo"])
 def test_blocks_that_do_not_divide_go_to_owners_one_by_one(one, mesh_of):
     opt = so.fsdp(OWNED[one](), mesh_of(data=8), MODEL, min_shard_elements=8, opt_state_layout="matrices")
     owners = opt.config.report(model_params(6, jnp.float32)).owners
@@ -348,13 +345,17 @@ def test_blocks_that_do_not_divide_go_to_owners_one_by_one(one, mesh_of):
     assert "; their optimizer state is not: " in str(owners.lines())
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("fsdp", {"data": 8}), ("zero1", {"data": 4, "tensor": 2})], ids=str)
-def test_the_bytes_reported_are_those_of_the_all_to_alls(name, sizes, mesh_of):
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("fsdp", {"data": 8}), pytest.param("zero1", {"data": 4, "tensor": 2}, marks=pytest.mark.slow)],
+    ids=str,
+)
+@pytest.mark.parametrize("layers", [6, pytest.param(8, marks=pytest.mark.slow)])
+def test_the_bytes_reported_are_those_of_the_all_to_alls(layers, name, sizes, mesh_of):
     opt = strategy(name, muon(), mesh_of(**sizes), opt_state_layout="matrices")
-    for layers in (6, 8):
-        params = model_params(layers, dtype=jnp.float32)
-        found = audit(opt.step, opt.abstract_state(params), batches(1, jnp.float32)[0])
-        assert found.by_kind()["all-to-all"].wire_bytes == opt.config.report(params).owners.bytes_sent
+    params = model_params(layers, dtype=jnp.float32)
+    found = audit(opt.step, opt.abstract_state(params), batches(1, jnp.float32)[0])
+    assert found.by_kind()["all-to-all"].wire_bytes == opt.config.report(params).owners.bytes_sent
     report = opt.config.report(model_params(6, dtype=jnp.float32))
     # twelve blocks of one size: four devices have two
     assert sorted(owner for row in report.owners.rows for owner in row.owners)[:4] == [0, 0, 1, 1]
@@ -483,7 +484,8 @@ def test_state_within_matrices_is_noticed(mesh_of, monkeypatch):
         test_muon_sends_little_more_than_adam("fsdp", mesh_of)
 
 
-@pytest.mark.parametrize("layers", [pytest.param(8, marks=pytest.mark.slow), 6])
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [8, 6])
 def test_replicas_that_train_apart_update_at_owners_too(layers, mesh_of, x64):
     params, states = model_params(layers), []
     for one in ("matrices", "within"):

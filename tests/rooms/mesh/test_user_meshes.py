@@ -50,7 +50,7 @@ ROWS = {  # mesh, axes, rules, set_mesh, the spec of up
     "our names, explicit": (mesh_of_kind(AxisType.Explicit, data=8), None, (), None, P(None, "data")),
     "our names": (so.make_mesh(), None, (), EXPLICIT, P(None, "data")),
 }
-QUICK = ("explicit, another set", "merged, another set", "HSDP", "size 1")
+QUICK = ("explicit, another set", "HSDP")
 
 
 def under(mesh):
@@ -122,6 +122,7 @@ def test_a_model_places_arrays_by_the_names_of_the_users_mesh():
     assert state.params["blocks"]["kernel"].sharding.spec == P(None, "dp", "tp")
 
 
+@pytest.mark.slow
 def test_replicas_that_train_apart_on_a_users_mesh():
     mesh = mesh_of_kind(AxisType.Explicit, islands=2, chips=4)
 

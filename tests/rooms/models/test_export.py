@@ -46,7 +46,9 @@ def sines(module, config):
     return tree.unflatten([jnp.asarray(value, leaf.dtype) for value, (_, leaf) in zip(values, leaves, strict=True)])
 
 
-@pytest.mark.parametrize(("name", "module", "config"), [("gpt", gpt, GPT), ("moe", moe, MOE)])
+@pytest.mark.parametrize(
+    ("name", "module", "config"), [pytest.param("gpt", gpt, GPT, marks=pytest.mark.slow), ("moe", moe, MOE)]
+)
 def test_an_export_has_the_logits_that_transformers_computes(name, module, config, tmp_path, mesh_of):
     options = {"min_shard_elements": 1} | ({"frozen": ["router_load"]} if module is moe else {})
     opt = so.fsdp(optax.sgd(0.1), mesh_of(data=4), module.model(config), **options)

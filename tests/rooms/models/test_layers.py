@@ -48,7 +48,7 @@ def test_rotation_is_the_papers():
     np.testing.assert_allclose(rotated, np.concatenate([turned.real, turned.imag]), rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 def test_rotation_on_tpu_swaps_halves_by_a_product_and_is_the_same(dtype, monkeypatch):
     x, positions = draw(0, 2, 5, 3, 8).astype(dtype), jnp.arange(10).reshape(2, 5)
     rotated, back = jax.vjp(lambda x: rotate(x, positions), x)
@@ -60,6 +60,7 @@ def test_rotation_on_tpu_swaps_halves_by_a_product_and_is_the_same(dtype, monkey
     np.testing.assert_allclose(*(np.float32(f(x)[0]) for f in (back_by_product, back)), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_step_whose_rotation_is_a_product_is_the_same(monkeypatch):
     config = gpt.GPTConfig(vocab_size=16, dim=16, num_layers=2, num_heads=2)
     params, batch = gpt.init(config, jax.random.key(0)), {"tokens": jnp.arange(36).reshape(4, 9) % 16}
@@ -103,7 +104,9 @@ def test_swiglu_keeps_gate_and_up_for_the_backward_pass_and_nothing_between():
     assert len(of_hidden) == 2
 
 
-@pytest.mark.parametrize(("dtype", "rtol"), [(jnp.float32, 1e-5), (jnp.bfloat16, 3e-2)], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [(jnp.float32, 1e-5), pytest.param(jnp.bfloat16, 3e-2, marks=pytest.mark.slow)]
+)
 def test_attention_is_that_of_jax_and_so_is_its_gradient(dtype, rtol):
     weights = draw(3, 2, 7, 3, 8).astype(dtype)
 
@@ -128,6 +131,7 @@ def test_attention_is_that_of_jax_and_so_is_its_gradient(dtype, rtol):
     )
 
 
+@pytest.mark.slow
 def test_nobody_sees_what_comes_later():
     query, key, value = (draw(seed, 1, 6, 2, 4) for seed in range(3))
     mixed = so.nn.attention(query, key, value)

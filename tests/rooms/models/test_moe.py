@@ -65,6 +65,7 @@ def on_one_device(config, given):
 
 
 TABLE = [
+    ("ddp", {"expert": 2, "data": 2}, {}, {}),
     ("fsdp", {"expert": 2, "data": 2}, {"loss_chunk": 3}, {"micro_batches": 2}),
     ("fsdp", {"expert": 4, "data": 2}, {"balance": "loss", "z_loss": 1e-3}, {}),
     ("fsdp", {"expert": 2, "context": 2}, {"z_loss": 1e-3}, {}),
@@ -298,6 +299,7 @@ def test_the_shape_of_deepseek_v3_is_that_of_the_planner():
     assert sum(leaf.size for leaf in leaves) == shape.num_parameters + 2 * 58 * 256  # loads and biases
 
 
+@pytest.mark.slow
 def test_samples_are_those_of_the_logits():
     config = config_of(param_dtype=jnp.float32)
     params, prompt = params_of(config), np.array([[3, 1, 4]])

@@ -82,7 +82,10 @@ def test_steps_are_those_of_one_device(sizes, options, mesh_of, x64):
     assert state.params["table"].sharding.spec == P("tensor" if "rules" in options else None, "data")
 
 
-@pytest.mark.parametrize("options", [{}, {"gather_dtype": jnp.bfloat16}], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "options",
+    tiered([{}, {"gather_dtype": jnp.bfloat16}], bool, ids=lambda options: "bfloat16" if options else "float32"),
+)
 def test_rows_travel_where_they_are_fewer_bytes(options, mesh_of):
     n, itemsize = 4, 2 if options else 4
     rows = jnp.bfloat16 if options else jnp.float32

@@ -94,7 +94,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", tiered(OPTIMIZERS, lambda name: name != "soap"))
+@pytest.mark.parametrize("name", tiered(OPTIMIZERS, lambda name: name == "muon"))
 def test_each_matrix_of_a_leaf_is_on_its_own_and_what_is_none_goes_to_adamw(name, x64):
     grads = {leaf: jnp.asarray(draw(5, *shape)) for leaf, (shape, *_) in LEAVES.items()}
     others = {"norm": jnp.asarray(draw(5, 2, 4)), "scale": jnp.asarray(draw(5))}

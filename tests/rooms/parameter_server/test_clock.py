@@ -84,7 +84,7 @@ def test_the_fastest_gets_just_as_far_ahead_as_the_bound(max_staleness):
     assert seen == list(range(max_staleness + 1))
 
 
-@pytest.mark.parametrize("max_staleness", tiered(BOUNDS, lambda bound: bound in (0, 2)))
+@pytest.mark.parametrize("max_staleness", tiered(BOUNDS, lambda bound: bound == 2))
 def test_10_000_pushes_with_random_stalls(max_staleness):
     step = so.parameter_server.durations.with_stalls(
         so.parameter_server.durations.exponential(1.0), probability=0.05, seconds=10.0

@@ -27,7 +27,7 @@ def test_one_slow_worker(factor, count):
     assert 100 * count <= rates[3]["pushes"] <= 100 * count + 4 * (count - 1)
 
 
-@pytest.mark.parametrize("count", tiered([2, 8, 30], lambda count: count < 30))
+@pytest.mark.parametrize("count", tiered([2, 8, 30], lambda count: count == 2))
 def test_synchronous_steps_wait_for_the_slowest_of_the_draw(count):
     """The expected maximum of n exponential durations is the n-th harmonic number."""
     workers = [SimulatedWorker(durations.exponential(2.0))] * count

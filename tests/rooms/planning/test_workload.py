@@ -55,6 +55,7 @@ def test_the_closed_form_is_the_trace(gated):
     assert work.boundary_bytes <= work.stage_residuals.on(1) <= traced.residuals.on(1)
 
 
+@pytest.mark.slow
 def test_the_trace_of_the_gpt_counts_its_weights():
     config = gpt.GPTConfig(dim=64, num_layers=2, num_heads=4)
     params = jax.eval_shape(lambda rng: gpt.init(config, rng), jax.random.key(0))
@@ -241,6 +242,7 @@ def test_what_cannot_be_traced_is_refused():
         trace(model._replace(tables=("e",)), params, jnp.ones((2, 3)))
 
 
+@pytest.mark.slow
 def test_the_model_of_a_shape_learns_from_its_batch():
     params = jax.jit(lambda rng: transformer.init(SHAPE, rng))(jax.random.key(0))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(

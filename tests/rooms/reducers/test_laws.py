@@ -129,7 +129,9 @@ def test_sign_sends_mean_magnitudes_by_block(on_devices):
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
-    "reducer", [R.exact(), R.exact(jnp.bfloat16), R.int8(16), R.sign(16)], ids=lambda reducer: reducer.name
+    "reducer",
+    [R.exact(), pytest.param(R.exact(jnp.bfloat16), marks=pytest.mark.slow), R.int8(16), R.sign(16)],
+    ids=lambda reducer: reducer.name,
 )
 def test_padding_changes_no_mean(reducer, on_devices):
     """Numbers of one magnitude, equal on all devices, have an exact mean whatever their count.

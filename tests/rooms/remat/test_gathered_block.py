@@ -103,7 +103,7 @@ def test_gradients_are_those_of_one_device_with_keys_and_integers_on_the_way(mes
             np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("remat", ["full", jax.checkpoint_policies.dots_saveable])
+@pytest.mark.parametrize("remat", ["full", pytest.param(jax.checkpoint_policies.dots_saveable, marks=pytest.mark.slow)])
 def test_remat_of_the_model_is_heeded(remat, mesh_of):
     plain = model_of(lambda w, x: advanced(x, jnp.tanh(x["x"] @ w["up"]) @ w["down"]))
     batch, per_block = jax.ShapeDtypeStruct((512, DIM), jnp.float32), 512 // 2 * HIDDEN * 4

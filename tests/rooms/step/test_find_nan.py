@@ -108,6 +108,8 @@ def test_a_key_is_that_of_the_step(mesh_of):
     batch, agreed = np.ones(8, np.float32), set()
     batch[5] = np.nan
     for seed in range(6):
+        if agreed == {True, False}:
+            break
         state = opt.init({"w": np.ones((), np.float32)}, jax.random.key(seed))
         found = so.find_nan(opt, state, batch)
         _, metrics = opt.step(state, batch)
@@ -129,6 +131,7 @@ def test_a_while_loop_counts_its_turns(mesh_of):
     assert (found.kind, found.operation, found.turns) == ("NaN", "log", ((2, 0),))
 
 
+@pytest.mark.slow
 def test_jax_debug_nans_raises_at_the_line_of_the_loss(mesh_of):
     """What the docstring says: a result that is NaN raises, in the per-device view too, and a masked NaN does not."""
     opt = so.fsdp(optax.sgd(0.1), mesh_of(data=2), log_of_rows)

@@ -20,7 +20,9 @@ def kinds(tree):
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.ndim}
 
 
-@pytest.mark.parametrize("strategy", ["zero1", pytest.param("fsdp", marks=pytest.mark.fast)])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("zero1", marks=pytest.mark.slow), pytest.param("fsdp", marks=pytest.mark.fast)]
+)
 def test_state_waits_on_the_host_and_values_are_the_same(strategy, mesh_of, tmp_path):
     tx, mesh = optax.adamw(1e-2), mesh_of(data=8)
     plain, offloaded = (

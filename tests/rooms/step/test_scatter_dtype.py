@@ -74,7 +74,7 @@ EXACT = [
 
 @pytest.mark.parametrize(
     ("strategy", "sizes", "micro_batches"),
-    tiered(EXACT, lambda row: row in EXACT[:3], fast=lambda row: row == EXACT[0], ids=str),
+    tiered(EXACT, lambda row: False, fast=lambda row: row == EXACT[0], ids=str),
 )
 def test_equals_one_device_that_rounds_what_is_sent(strategy, sizes, micro_batches, mesh_of, x64):
     params, batches = params_of(), batches_of()
@@ -130,7 +130,7 @@ def test_the_sum_sends_half(strategy, sizes, micro_batches, mesh_of):
     assert wide == narrow
 
 
-@pytest.mark.parametrize("placement", ["fsdp", "zero2", "zero1"])
+@pytest.mark.parametrize("placement", tiered(["fsdp", "zero2", "zero1"], lambda placement: placement == "zero1"))
 def test_in_a_pipeline(placement, mesh_of, x64):
     """Rounded once for each micro-batch and device, or once for the sum: the difference is that of rounding."""
     params, batches, found = params_of(), batches_of(), []

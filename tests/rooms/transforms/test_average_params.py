@@ -75,10 +75,10 @@ def check(opt, case, inner):
 ROWS = [
     pytest.param("fsdp", {"data": 8}, "adamw", {}, marks=pytest.mark.fast),
     ("ddp", {"data": 8}, "adamw", {"view": "global"}),
-    ("zero1", {"data": 4, "tensor": 2}, "adamw", {"micro_batches": 4}),
-    ("zero2", {"replica": 2, "data": 4}, "muon", {}),
-    ("fsdp", {"data": 8}, "muon", {"opt_state_layout": "matrices"}),
-    ("fsdp", {"data": 8}, "adamw", {"offload": ["opt_state"]}),
+    pytest.param("zero1", {"data": 4, "tensor": 2}, "adamw", {"micro_batches": 4}, marks=pytest.mark.slow),
+    pytest.param("zero2", {"replica": 2, "data": 4}, "muon", {}, marks=pytest.mark.slow),
+    pytest.param("fsdp", {"data": 8}, "muon", {"opt_state_layout": "matrices"}, marks=pytest.mark.slow),
+    pytest.param("fsdp", {"data": 8}, "adamw", {"offload": ["opt_state"]}, marks=pytest.mark.slow),
 ]
 
 
@@ -91,7 +91,7 @@ def test_the_average_is_that_of_one_device(strategy, mesh, inner, options, mesh_
         check(opt, case, INNER[inner]())
 
 
-@pytest.mark.parametrize("layout", ["within", "matrices"])
+@pytest.mark.parametrize("layout", [pytest.param("within", marks=pytest.mark.slow), "matrices"])
 def test_a_pipeline_averages_as_one_device(layout, mesh_of):
     with jax.enable_x64(True):
         case = problem("gpt", weighted=False, steps=STEPS, dtype=jnp.float64)
@@ -119,7 +119,9 @@ def stacked_muon():
     return optax.contrib.muon(1e-2, weight_decay=1e-2, muon_weight_dimension_numbers=dimensions)
 
 
-@pytest.mark.parametrize(("strategy", "layout"), [("zero1", "within"), ("fsdp", "matrices")])
+@pytest.mark.parametrize(
+    ("strategy", "layout"), [pytest.param("zero1", "within", marks=pytest.mark.slow), ("fsdp", "matrices")]
+)
 def test_a_step_sends_nothing_more(strategy, layout, mesh_of):
     """Without its own place, the average of a stacked matrix would be at the owner, which has no parameters."""
     sent = []

@@ -98,7 +98,7 @@ EQUAL = {
 }
 
 
-QUICK = ("average", "injected", "shard", "accumulate", "clip injected", "average in multi_transform")
+QUICK = ("clip injected", "average in multi_transform", "shard in multi_transform")
 
 
 @pytest.mark.parametrize("name", tiered(EQUAL, lambda name: name in QUICK))
@@ -109,7 +109,7 @@ def test_equal_to_one_device_wherever_the_axis_is_bound(name, ways, x64):
         close(ways[way](trajectory(tx, parameters()), N)(gradients()), expected)
 
 
-@pytest.mark.parametrize("sync_every", tiered([2, 3], lambda every: every == 3))
+@pytest.mark.parametrize("sync_every", tiered([2, 3], lambda every: False))
 def test_local_updates_are_local_sgd(sync_every, ways, x64):
     """Against loops over devices: each has its own parameters and momentum, averaged now and then."""
     tx, grads = optax.sgd(0.1, momentum=0.9), gradients()
@@ -148,7 +148,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("staleness", tiered([0, 1, 3], lambda staleness: staleness == 3))
-@pytest.mark.parametrize("name", tiered(RULES, lambda name: name == "compensation"))
+@pytest.mark.parametrize("name", tiered(RULES, lambda name: False))
 def test_delayed_gradients_are_those_of_an_asynchronous_run(staleness, name, ways, x64):
     rule, corrected = RULES[name]
     tx = optax.chain(T.average_gradients("data"), T.delay_gradients(staleness, rule, inner=optax.sgd(0.1)))

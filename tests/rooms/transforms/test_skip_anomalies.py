@@ -74,10 +74,10 @@ ROWS = [
     pytest.param("fsdp", {"data": 8}, "clip_adamw", {}, marks=pytest.mark.fast),
     ("ddp", {"data": 8}, "momentum", {}),
     ("ddp", {"data": 8}, "momentum", {"view": "global"}),
-    ("zero1", {"data": 8}, "momentum", {"micro_batches": 4}),
-    ("zero2", {"replica": 2, "data": 4}, "clip_adamw", {}),
-    ("fsdp", {"data": 8}, "muon", {"opt_state_layout": "matrices"}),
-    ("fsdp", {"data": 8}, "clip_adamw", {"offload": ["opt_state"]}),
+    pytest.param("zero1", {"data": 8}, "momentum", {"micro_batches": 4}, marks=pytest.mark.slow),
+    pytest.param("zero2", {"replica": 2, "data": 4}, "clip_adamw", {}, marks=pytest.mark.slow),
+    pytest.param("fsdp", {"data": 8}, "muon", {"opt_state_layout": "matrices"}, marks=pytest.mark.slow),
+    pytest.param("fsdp", {"data": 8}, "clip_adamw", {"offload": ["opt_state"]}, marks=pytest.mark.slow),
 ]
 
 
@@ -94,6 +94,7 @@ def test_steps_are_skipped_as_in_a_loop_on_one_device(strategy, mesh, inner, opt
         assert relative_difference(state.params, final) <= 1e-10
 
 
+@pytest.mark.slow
 def test_a_pipeline_skips_as_one_device(mesh_of):
     with jax.enable_x64(True):
         case = problem("gpt", weighted=False, steps=8, dtype=jnp.float64)
@@ -131,7 +132,9 @@ def counting_loss(params, batch):
 
 
 @pytest.mark.parametrize(
-    "combine", [lambda opt: opt, lambda opt: so.local_sgd(opt, sync_every=2)], ids=["ddp", "local"]
+    "combine",
+    [lambda opt: opt, pytest.param(lambda opt: so.local_sgd(opt, sync_every=2), marks=pytest.mark.slow)],
+    ids=["ddp", "local"],
 )
 def test_statistics_of_a_skipped_step_stay(combine, mesh_of):
     tx = so.transforms.skip_anomalies(optax.sgd(0.01))
