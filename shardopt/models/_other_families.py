@@ -116,8 +116,7 @@ def _cwm(fields: Fields) -> dict[str, Any]:
 
 def _windows(fields: Fields, config: dict[str, Any], types: list[str]) -> dict[str, Any]:
     """Return a config with windows by the type of each block; without types all blocks have the window."""
-    types = fields["layer_types"] or types or None
-    return config | fields.kinds(types, fields["sliding_window"], lambda kind: base.rope(fields, kind))
+    return config | fields.kinds(fields["layer_types"] or types or None, fields["sliding_window"], lambda kind: base.rope(fields, kind))
 
 
 def _hunyuan(fields: Fields) -> dict[str, Any]:
