@@ -244,6 +244,12 @@ class DecoderConfig:
             problems.append(
                 f"latent.value={self.latent.value} is wider than queries and keys, which have {self.head_width} dims"
             )
+        if self.experts is not None:
+            groups, num_open = self.experts.groups or (1, 1)
+            if self.experts.top_k > (choices_left := self.experts.number * num_open // groups):
+                problems.append(
+                    f"experts.top_k={self.experts.top_k}, but a token can go to {choices_left} experts only"
+                )
         if self.experts is not None and not 0 <= self.experts.num_first < self.num_layers:
             problems.append(
                 f"experts.num_first={self.experts.num_first} leaves no block of {self.num_layers} with experts"

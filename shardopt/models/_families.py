@@ -34,7 +34,7 @@ class Family(NamedTuple):
       transposed: whether the weights of linear layers are stored [out, in].
       ignored: regular expressions of tensors that are no weights.
       optional: the beginning of names that files may leave out.
-      by_head: those of the block's tensors that join leaves head by head, not one after the other.
+      by_head: names in `block` whose tensors join leaves head by head, not one after the other.
       has_predictors: whether files may have blocks after the last one, which predict further tokens in training.
     """
 

@@ -1,4 +1,4 @@
-"""Families whose blocks are not Llama's: scaled or parallel branches, layer norms, gated experts; and what is no family."""
+"""Families whose blocks are not Llama's: scaled or parallel branches, layer norms, gated experts. `UNFIT` has types that are no family."""
 
 from typing import Any
 
@@ -116,7 +116,9 @@ def _cwm(fields: Fields) -> dict[str, Any]:
 
 def _windows(fields: Fields, config: dict[str, Any], types: list[str]) -> dict[str, Any]:
     """Return a config with windows by the type of each block; without types all blocks have the window."""
-    return config | fields.kinds(fields["layer_types"] or types or None, fields["sliding_window"], lambda kind: base.rope(fields, kind))
+    return config | fields.kinds(
+        fields["layer_types"] or types or None, fields["sliding_window"], lambda kind: base.rope(fields, kind)
+    )
 
 
 def _hunyuan(fields: Fields) -> dict[str, Any]:

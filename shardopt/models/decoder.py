@@ -148,8 +148,8 @@ def init(config: DecoderConfig, rng: jax.Array) -> Params:
       rng: a jax random key.
 
     Returns:
-      A dict with "embedding" [V, D], "norm" [D], "blocks" and, where the config asks for them, "head", "head_bias", "positions",
-      "norm_bias", "first_blocks", "router_load" and "router_bias". "blocks" has "attention" with "q" [L, D, H, K], "k" and "v" [L, D, G, K] and "out" [L, H, K, D], or the
+      A dict with "embedding" [V, D], "norm" [D] and "blocks". Where the config asks for them, it has "head", "head_bias",
+      "positions", "norm_bias", "first_blocks", "router_load" and "router_bias". "blocks" has "attention" with "q" [L, D, H, K], "k" and "v" [L, D, G, K] and "out" [L, H, K, D], or the
       shapes of `Latent.shapes`. It has "mlp" with "gate" and "up" [L, D, F] and "down" [L, F, D], or "router", "experts" and
       "shared". Norms and biases are in the part that they belong to.
 
