@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 import shardopt as so
-from shardopt.cli._options import Communication, TrainOptions, check_keywords, read_call
+from shardopt.cli._options import Communication, TrainOptions, changed_flags, check_keywords, flag, read_call
 from shardopt.config._sync import SyncConfig
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, format_error, plural
@@ -146,12 +146,12 @@ def check_communication(options: TrainOptions) -> None:
     communication = options.communication
     _check_numbers(communication)
     if communication.sync_every is None:
-        if given_flags := _given_flags(communication, _LOCAL_UPDATE_OPTIONS):
+        if given_flags := changed_flags(communication, _LOCAL_UPDATE_OPTIONS):
             problem = f"{plural(len(given_flags), 'option')} for local updates, and no --sync-every."
             fix = "leave out what is listed, or give the steps between synchronizations: --sync-every 50."
             raise ValueError(format_error("train", problem, given_flags, fix))
     elif communication.outer == "average":
-        if given_flags := _given_flags(communication, (*_OUTER_OPTIONS, "reducer")):
+        if given_flags := changed_flags(communication, (*_OUTER_OPTIONS, "reducer")):
             problem = f"{plural(len(given_flags), 'option')} for an outer optimizer; --outer average has none."
             fix = "leave out what is listed, or choose --outer sgd, which averages by default too."
             raise ValueError(format_error("train", problem, given_flags, fix))
@@ -174,8 +174,8 @@ def make_reducer(communication: Communication) -> so.reducers.Reducer | None:
     text = communication.reducer
     if text is None:
         if communication.reducer_warmup_steps is not None or not communication.error_feedback:
-            flag = "--no-error-feedback" if communication.reducer_warmup_steps is None else "--reducer-warmup-steps"
-            problem = f"{flag} is for a reducer, and there is none."
+            given = "--no-error-feedback" if communication.reducer_warmup_steps is None else "--reducer-warmup-steps"
+            problem = f"{given} is for a reducer, and there is none."
             raise ValueError(format_error("train", problem, fix="leave it out, or choose one with --reducer."))
         return None
     name, arguments = read_call("--reducer", text, example="top_k(density=0.05)")
@@ -294,19 +294,11 @@ def _outer_text(communication: Communication) -> str:
 def _check_numbers(communication: Communication) -> None:
     for name in ("replicas", "sync_every", "fragments", "delay", "warmup_sync_steps", "reducer_warmup_steps"):
         if (number := getattr(communication, name)) is not None:
-            check_count(_flag(name), number, minimum=0 if name == "delay" or "warmup" in name else 1)
+            check_count(flag(name), number, minimum=0 if name == "delay" or "warmup" in name else 1)
     if communication.outer_lr is not None and not communication.outer_lr > 0:
         raise ValueError(f"train: --outer-lr must be above 0, got {communication.outer_lr}.")
     if communication.outer_momentum is not None and not 0 <= communication.outer_momentum < 1:
         raise ValueError(f"train: --outer-momentum must be at least 0 and below 1, got {communication.outer_momentum}.")
-
-
-def _given_flags(communication: Communication, names: Iterable[str]) -> list[str]:
-    return [f"{_flag(name)} {value}" for name in names if (value := getattr(communication, name)) is not None]
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _can_reduce_gradients(options: TrainOptions) -> bool:

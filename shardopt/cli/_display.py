@@ -1,13 +1,17 @@
 """The output of `shardopt train` for people: the run, the placement of every leaf, the result, and the loss curve."""
 
+import math
 import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import jax
 from jax.sharding import PartitionSpec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 import shardopt as so
 from shardopt.cli._communication import Traffic, describe, size, traffic_text
@@ -16,10 +20,6 @@ from shardopt.cli._run_folder import CHECKPOINTS, CONFIG, CURVE, METRICS, NORMS,
 from shardopt.core._errors import plural
 from shardopt.data import Windows
 from shardopt.pipeline import Schedule
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
 
 _COLOURS = {
     "data": "cyan",
@@ -31,15 +31,13 @@ _COLOURS = {
 }
 
 
-def open_screen() -> "Console":
+def open_screen() -> Console:
     """Return a console on standard output; it prints only on the first process."""
-    from rich.console import Console
-
     return Console(quiet=jax.process_index() != 0, highlight=False)
 
 
 def show_run(
-    screen: "Console",
+    screen: Console,
     options: TrainOptions,
     opt: so.ShardedOptimizer,
     model_size: str,
@@ -56,7 +54,7 @@ def show_run(
 
 
 def show_options(
-    screen: "Console",
+    screen: Console,
     options: RunOptions,
     opt: so.ShardedOptimizer,
     first_rows: Sequence[tuple[str, str]],
@@ -64,8 +62,6 @@ def show_options(
     learning_rate: float,
 ) -> None:
     """Show a table of options: the rows of the command, then step, optimizer, devices, mesh and schedule."""
-    from rich.table import Table
-
     training, config = options.training, opt.config
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
@@ -111,11 +107,8 @@ def schedule_lines(options: RunOptions, schedule: Schedule | None) -> list[tuple
     ]
 
 
-def show_placement(screen: "Console", options: RunOptions, opt: so.ShardedOptimizer) -> None:
+def show_placement(screen: Console, options: RunOptions, opt: so.ShardedOptimizer) -> None:
     """Show how each leaf is sharded, and the bytes per device."""
-    from rich import box
-    from rich.table import Table
-
     report = opt.config.report()
     is_one_column = all(row.params == row.opt_state for row in report.rows)
     table = Table(
@@ -153,10 +146,8 @@ def show_placement(screen: "Console", options: RunOptions, opt: so.ShardedOptimi
     screen.print()
 
 
-def split_text(shape: tuple[int, ...], spec: PartitionSpec) -> "Text":
+def split_text(shape: tuple[int, ...], spec: PartitionSpec) -> Text:
     """Return a shape with the axes that shard its dims: `2 x 192/data x 3 x 4/tensor x 48`."""
-    from rich.text import Text
-
     entries = list(spec) + [None] * (len(shape) - len(spec))
     parts = []
     for dim, entry in zip(shape, entries, strict=True):
@@ -168,13 +159,13 @@ def split_text(shape: tuple[int, ...], spec: PartitionSpec) -> "Text":
     return Text(" x ", style="dim").join(parts) if parts else Text("one number")
 
 
-def show_order_changes(screen: "Console", changes: list[str]) -> None:
+def show_order_changes(screen: Console, changes: list[str]) -> None:
     """Show why a resumed run does not continue at the same place in its text, if there are such reasons."""
     if changes:
         screen.print(f"The batches come in a new order: {'; '.join(changes)}.\n", markup=False, soft_wrap=True)
 
 
-def show_stopped(screen: "Console", options: RunOptions, result: so.training.FitResult, steps: int) -> None:
+def show_stopped(screen: Console, options: RunOptions, result: so.training.FitResult, steps: int) -> None:
     """Show that a signal ended the run, and the command that continues it."""
     say(screen, f"\n{result.goodput}")
     screen.print(f"Stopped at step {result.step} of {steps}; everything is saved. Go on with")
@@ -187,13 +178,13 @@ def resume_command(options: RunOptions) -> str:
     return f"shardopt {command} --resume --run-dir {shlex.quote(str(options.run.run_dir))}"
 
 
-def say(screen: "Console", line: str) -> None:
+def say(screen: Console, line: str) -> None:
     """Print a line without markup."""
     screen.print(line, markup=False, soft_wrap=True)
 
 
 def show_result(
-    screen: "Console",
+    screen: Console,
     options: TrainOptions,
     result: so.training.FitResult,
     prompt: str,
@@ -201,28 +192,31 @@ def show_result(
     traffic: Traffic | None,
 ) -> None:
     """Show the validation loss, the bytes sent, a sample of text, and the files of the run."""
-    from rich.text import Text
-
-    losses = [line["val_loss"] for line in result.history if "val_loss" in line]
-    if losses:
-        bits = losses[-1] / 0.6931471805599453
-        line = Text.assemble(
-            "\nvalidation loss ",
-            (f"{losses[-1]:.3f}", "bold green"),
-            f" nats a byte ({bits:.2f} bits) after {plural(result.step, 'step')}",
-        )
-    else:
-        line = Text(f"\nThe run had reached step {result.step} already; --steps above that trains it further.")
-    screen.print(line)
+    show_loss(screen, result, "byte")
     if traffic is not None and traffic.ddp:
         say(screen, traffic_text(traffic))
     screen.print("\nWhat it writes (given the dimmed beginning):\n")
     screen.print(Text.assemble("  ", (indented(prompt), "dim"), indented(text)), soft_wrap=True)
+    show_files(screen, options, result)
+
+
+def show_loss(screen: Console, result: so.training.FitResult, unit: str) -> None:
+    """Show the last validation loss, in nats per `unit`."""
+    losses = [line["val_loss"] for line in result.history if "val_loss" in line]
+    if not losses:
+        say(screen, f"\nThe run had reached step {result.step} already; --steps above that trains it further.")
+        return
+    bits = f" ({losses[-1] / math.log(2):.2f} bits)" if unit == "byte" else ""
+    after = f" nats a {unit}{bits} after {plural(result.step, 'step')}"
+    screen.print(Text.assemble("\nvalidation loss ", (f"{losses[-1]:.3f}", "bold green"), after), soft_wrap=True)
+
+
+def show_files(screen: Console, options: RunOptions, result: so.training.FitResult, *names: str) -> None:
+    """Show the goodput and the files of the run, `names` first."""
     say(screen, f"\n{result.goodput}")
     folder = options.run.run_dir
     drawn = [name for name in (SCHEDULE, NORMS) if (folder / name).is_file()]
-    files = [CHECKPOINTS, METRICS, CONFIG, CURVE, *drawn]
-    screen.print(f"\nin {folder}: {', '.join(files)}", markup=False, soft_wrap=True)
+    say(screen, f"\nin {folder}: {', '.join([*names, CHECKPOINTS, METRICS, CONFIG, CURVE, *drawn])}")
 
 
 def indented(text: str) -> str:
@@ -245,9 +239,7 @@ def _strategy_text(options: RunOptions) -> str:
     return f"hybrid, {options.placement} over data" if options.is_hybrid else options.where.strategy
 
 
-def _mesh_text(sizes: dict[str, int]) -> "Text":
-    from rich.text import Text
-
+def _mesh_text(sizes: dict[str, int]) -> Text:
     parts = [Text(f"{axis}={count}", style=_COLOURS.get(axis, "")) for axis, count in sizes.items() if count > 1]
     return Text(" x ").join(parts) if parts else Text("one device")
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from shardopt.cli._options import Model
+from shardopt.cli._options import Model, changed_flags
 from shardopt.core._block_model import BlockModel
 from shardopt.core._errors import format_error, plural
 from shardopt.models import gpt, moe, sample
@@ -69,11 +69,7 @@ def strategy_arguments(options: Model) -> dict[str, Any]:
 
 def check_model(options: Model) -> None:
     """Refuse options that belong to the other model."""
-    moe_options = {"experts": options.experts, "top-k": options.top_k, "balance": options.balance}
-    defaults = Model()
-    moe_flags = [
-        f"--{name} {value}" for name, value in moe_options.items() if value != getattr(defaults, name.replace("-", "_"))
-    ]
+    moe_flags = changed_flags(options, ("experts", "top_k", "balance"))
     if options.model == "gpt" and moe_flags:
         problem = f"{plural(len(moe_flags), 'option')} for --model moe; gpt was asked for."
         raise ValueError(format_error("train", problem, moe_flags, "leave out what is listed, or choose --model moe."))

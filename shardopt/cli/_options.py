@@ -4,7 +4,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
@@ -396,6 +396,31 @@ def from_json(saved: dict[str, Any], options_type: type[Options] = TrainOptions)
         }
         groups[group.name] = dataclasses.replace(defaults, **saved_values)
     return options_type(**groups)
+
+
+def flag(option: str) -> str:
+    """Return how an option is written on the command line.
+
+    Example:
+      >>> flag("sync_every")
+      '--sync-every'
+    """
+    return f"--{option.replace('_', '-')}"
+
+
+def changed_flags(options: Any, names: Iterable[str] | None = None) -> list[str]:
+    """Return the options of a group that are not the default, as they are written; only those among `names` if given.
+
+    Example:
+      >>> changed_flags(Pipeline(chunks=2, regather=False))
+      ['--chunks 2', '--no-regather']
+    """
+    defaults, flags = vars(type(options)()), []
+    for name in defaults if names is None else names:
+        if (value := getattr(options, name)) != defaults[name]:
+            text = flag(name) if value is not False else flag(f"no_{name}")
+            flags.append(text if isinstance(value, bool) else f"{text} {value}")
+    return flags
 
 
 _NEEDS_MORE = frozenset({"contrib.sophia"})

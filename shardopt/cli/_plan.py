@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 import shardopt as so
 from shardopt.cli._failures import parse_failures
 from shardopt.cli._options import ScheduleName, choices, errors_named, find_optimizer
-from shardopt.cli._strategy import check_chunks, parse_mesh, schedule_builder
+from shardopt.cli._strategy import check_chunks, named_strategy, parse_mesh, schedule_builder
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, format_error
 from shardopt.hlo import Audit, inner_product_flops
@@ -271,11 +271,7 @@ def compile_model(options: AuditOptions) -> so.planning.AotReport:
     def make(mesh: Mesh) -> so.ShardedOptimizer:
         block_model, tx = model(shape, remat="full"), optax.adamw(1e-3)
         rules = RULES if mesh.shape["tensor"] > 1 else ()
-        if options.strategy == "fsdp":
-            return so.fsdp(tx, mesh, block_model, rules=rules, gather_dtype=jnp.bfloat16)
-        if options.strategy == "ddp":
-            return so.ddp(tx, mesh, block_model, rules=rules)
-        return so.zero(tx, mesh, block_model, stage=int(options.strategy.removeprefix("zero")), rules=rules)
+        return named_strategy(options.strategy, tx, mesh, block_model, rules=rules, gather_dtype=jnp.bfloat16)
 
     context = sizes.get("context", 1)
     rows = options.rows * chips // (sizes["tensor"] * context)

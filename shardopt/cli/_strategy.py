@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 import shardopt as so
 from shardopt.cli._communication import check_communication, combined, make_reducer
 from shardopt.cli._models import check_model, strategy_arguments
-from shardopt.cli._options import Pipeline, RunOptions, TrainOptions
+from shardopt.cli._options import Pipeline, RunOptions, TrainOptions, changed_flags
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, error_text, format_error, plural
 from shardopt.mesh import data_axes
@@ -103,7 +103,7 @@ def check_layout(options: RunOptions, counts: Mapping[str, int | None]) -> None:
     for flag, number in all_counts.items():
         if number is not None:
             check_count(flag, number)
-    if not options.is_hybrid and (hybrid_flags := _changed_flags(pipeline)):
+    if not options.is_hybrid and (hybrid_flags := changed_flags(pipeline)):
         problem = (
             f"{plural(len(hybrid_flags), 'option')} for --strategy hybrid; {device_options.strategy} was asked for."
         )
@@ -126,18 +126,6 @@ def _check_gather_dtype(options: RunOptions) -> None:
     if options.placement not in _GATHERING_PLACEMENTS:
         problem = f"--gather-dtype is for placements that gather weights; --placement {options.placement} does not."
         raise ValueError(format_error("train", problem, fix="leave it out, or choose --placement fsdp."))
-
-
-def _changed_flags(pipeline: Pipeline) -> list[str]:
-    """Return the flags whose value differs from the default."""
-    default = dataclasses.asdict(Pipeline())
-    values = {name: value for name, value in dataclasses.asdict(pipeline).items() if value != default[name]}
-    words = {True: "--{}", False: "--no-{}"}
-    flags = {name: name.replace("_", "-") for name in values}
-    return [
-        words[value].format(flags[name]) if isinstance(value, bool) else f"--{name} {value}"
-        for name, value in values.items()
-    ]
 
 
 def check_chunks(flag: str, schedule: str, chunks: int | None) -> None:
@@ -233,11 +221,26 @@ def make_base(
             regather=pipeline.regather,
             **arguments,
         )
-    if device_options.strategy == "fsdp":
-        return so.fsdp(tx, mesh, model, gather_dtype=device_options.gather_dtype, **arguments)
-    if device_options.strategy == "ddp":
+    arguments |= {"gather_dtype": device_options.gather_dtype, "reducer": reducer}
+    return named_strategy(device_options.strategy, tx, mesh, model, **arguments)
+
+
+def named_strategy(
+    name: str,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    model: so.BlockModel,
+    *,
+    gather_dtype: Any = None,
+    reducer: so.reducers.Reducer | None = None,
+    **arguments: Any,
+) -> so.ShardedOptimizer:
+    """Return the strategy with a name such as "zero1"; `gather_dtype` is for fsdp, and `reducer` for ddp."""
+    if name == "fsdp":
+        return so.fsdp(tx, mesh, model, gather_dtype=gather_dtype, **arguments)
+    if name == "ddp":
         return so.ddp(tx, mesh, model, reducer=reducer, **arguments)
-    return so.zero(tx, mesh, model, stage=int(device_options.strategy.removeprefix("zero")), **arguments)
+    return so.zero(tx, mesh, model, stage=int(name.removeprefix("zero")), **arguments)
 
 
 def num_micro_batches(options: RunOptions, mesh: Mesh) -> int:

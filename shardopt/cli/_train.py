@@ -1,42 +1,28 @@
 """`shardopt train`: train a language model with one command."""
 
 from collections.abc import Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
 
 import shardopt as so
 from shardopt import data
 from shardopt.cli import _display as display
 from shardopt.cli._communication import Traffic, as_sent, measure
+from shardopt.cli._job import Job
 from shardopt.cli._models import TrainedModel, model_of
 from shardopt.cli._options import TrainOptions, make_optimizer
-from shardopt.cli._run_folder import (
-    CHECKPOINTS,
-    CURVE,
-    NORMS,
-    SCHEDULE,
-    ConvertingCheckpoints,
-    check_run_folder,
-    loggers,
-    order_changes,
-    read_metrics,
-    write_options,
-)
+from shardopt.cli._run_folder import CHECKPOINTS, ConvertingCheckpoints, check_run_folder
 from shardopt.cli._strategy import check_strategy, fitted, make_base, make_strategy, mesh_of
 from shardopt.core._errors import calling
 from shardopt.core._extras import require
 from shardopt.core._types import PyTree
 from shardopt.models import gpt
-from shardopt.pipeline import Schedule
 from shardopt.runtime._devices import start_devices
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _VALIDATION_BATCHES = 4
 _SAMPLE_BYTES = 400
@@ -60,7 +46,7 @@ class _Setup(NamedTuple):
     mesh: Mesh
     model: TrainedModel
     tx: optax.GradientTransformation
-    screen: "Console"
+    screen: Console
     num_bytes: int
     windows: data.Windows
     held_out: data.Windows
@@ -107,40 +93,21 @@ def train(options: TrainOptions) -> None:
     """Train, validate and sample, and leave a run folder that can be resumed."""
     setup = _set_up(options)
     options, model, screen = setup.options, setup.model, setup.screen
-    training, run = options.training, options.run
+    training = options.training
     opt = make_strategy(options, setup.tx, setup.mesh, model.block_model)
     initial_state = so.DeferredInit(model.init, jax.random.key(training.seed))
     opt.specs(initial_state.shapes())  # the display below needs the parameters' shapes
     display.show_run(screen, options, opt, model.size, setup.windows, setup.held_out)
     display.show_placement(screen, options, opt)
-    if run.resume:
-        display.show_order_changes(screen, order_changes(options, setup.num_bytes))
     batches, held_out_batches = setup.batches()
-    with setup.checkpoints() as checkpoints:
-        if jax.process_index() == 0:  # the folder is locked now
-            write_options(options, setup.num_bytes)
-            write_schedule(opt.config.schedule, run.run_dir / SCHEDULE)
-        result = so.fit(
-            opt,
-            initial_state,
-            batches,
-            num_steps=training.steps,
-            evaluate=so.training.evaluation(opt, held_out_batches),
-            evaluate_every=run.evaluate_every,
-            metrics_every=run.metrics_every,
-            checkpoints=checkpoints,
-            log=loggers(options, setup.num_bytes),
-        )
-    if result.stopped in ("sigterm", "interrupted"):
-        display.show_stopped(screen, options, result, training.steps)
+    job = Job(options, opt, screen, setup.num_bytes, training.steps)
+    result = job.run(lambda: initial_state, batches, held_out_batches, setup.checkpoints())
+    if result is None:
         return
     prompt = setup.held_out[0]["tokens"][: max(1, options.model.length // 2)]
     text = continue_text(result.state.params, model, prompt, num_bytes=_SAMPLE_BYTES, seed=training.seed)
     if jax.process_index() == 0:
-        metrics = read_metrics(run.run_dir)
-        display.draw_curve(metrics, run.run_dir / CURVE)
-        if any(name.startswith("gradient_norm/") for line in metrics for name in line):
-            so.training.plot_norms(metrics, path=run.run_dir / NORMS)
+        job.draw("byte")
     traffic = setup.traffic(opt, result, held_out_batches[0])
     display.show_result(screen, options, result, data.decode(prompt), text, traffic)
 
@@ -160,14 +127,6 @@ def _set_up(options: TrainOptions) -> _Setup:
     schedule = {"learning_rate": training.learning_rate, "steps": training.steps}
     tx = make_optimizer(training.optimizer, **schedule, clip=training.clip)
     return _Setup(options, mesh, model_of(options.model), tx, screen, corpus.num_bytes, windows, held_out)
-
-
-def write_schedule(schedule: Schedule | None, path: Path) -> None:
-    """Draw the schedule of the current strategy; without one, remove the drawing of an earlier run."""
-    if schedule is None:
-        path.unlink(missing_ok=True)
-    else:
-        schedule.plot(path)
 
 
 def continue_text(params: gpt.Params, model: TrainedModel, prompt: np.ndarray, *, num_bytes: int, seed: int) -> str:

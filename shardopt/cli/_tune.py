@@ -15,21 +15,10 @@ from shardopt import data
 from shardopt.adapters import Lora, lora
 from shardopt.adapters._peft import linear_weights, modules_of
 from shardopt.cli import _display as display
-from shardopt.cli._options import TuneOptions, make_optimizer
-from shardopt.cli._run_folder import (
-    CHECKPOINTS,
-    CONFIG,
-    CURVE,
-    METRICS,
-    SCHEDULE,
-    check_run_folder,
-    loggers,
-    order_changes,
-    read_metrics,
-    write_options,
-)
+from shardopt.cli._job import Job
+from shardopt.cli._options import TuneOptions, changed_flags, make_optimizer
+from shardopt.cli._run_folder import CHECKPOINTS, check_run_folder
 from shardopt.cli._strategy import check_layout, make_base, mesh_of
-from shardopt.cli._train import write_schedule
 from shardopt.core._arguments import check_number
 from shardopt.core._errors import calling, error_text, plural
 from shardopt.core._extras import require
@@ -143,9 +132,6 @@ def tune(options: TuneOptions) -> None:
 
     screen, num_bytes = display.open_screen(), training.data.stat().st_size
     _show(screen, options, opt, tuned, rows, learning_rate, steps)
-    if run.resume:
-        display.show_order_changes(screen, order_changes(options, num_bytes))
-    held_out = rows.held_out_batches(training.batch_size)
     checkpoints = so.Checkpoints(
         run.run_dir / CHECKPOINTS,
         run.checkpoint_every,
@@ -155,27 +141,16 @@ def tune(options: TuneOptions) -> None:
         memory_every=run.memory_every,
         hash_only=tuned.adapters.frozen if tuned.adapters else (),
     )
-    with checkpoints:
-        if jax.process_index() == 0:  # the folder is locked now
-            write_options(options, num_bytes)
-            write_schedule(opt.config.schedule, run.run_dir / SCHEDULE)
-        result = so.fit(
-            opt,
-            tuned.start(opt, jax.random.key(training.seed)),
-            rows.batches(options.model.length, training.batch_size, training.seed),
-            num_steps=steps,
-            evaluate=so.training.evaluation(opt, held_out),
-            evaluate_every=run.evaluate_every,
-            checkpoints=checkpoints,
-            log=loggers(options, num_bytes),
-        )
-    if result.stopped in ("sigterm", "interrupted"):
-        display.show_stopped(screen, options, result, steps)
+    job = Job(options, opt, screen, num_bytes, steps)
+    batches = rows.batches(options.model.length, training.batch_size, training.seed)
+    start = lambda: tuned.start(opt, jax.random.key(training.seed))  # noqa: E731
+    result = job.run(start, batches, rows.held_out_batches(training.batch_size), checkpoints)
+    if result is None:
         return
     out = run.run_dir / ("adapters" if tuned.adapters else "model")
     if jax.process_index() == 0:
         shutil.rmtree(out, ignore_errors=True)  # from before a resume
-        display.draw_curve(read_metrics(run.run_dir), run.run_dir / CURVE, unit="token")
+        job.draw("token")
     multihost_utils.sync_global_devices("the folder of the model is free")
     tuned.save(out, result.state.params)
     if jax.process_index() == 0:
@@ -197,10 +172,8 @@ def _check(options: TuneOptions) -> None:
     if not Path(str(model.model)).is_dir():
         raise FileNotFoundError(error_text(f"--model {model.model} is no folder.", fix="download the model first."))
     if model.lora_rank is None:
-        defaults = type(model)()
-        names = ("lora_alpha", "lora_dropout", "lora_targets", "base")
-        flags = [f"--{name.replace('_', '-')}" for name in names if getattr(model, name) != getattr(defaults, name)]
-        if flags:
+        flags = changed_flags(model, ("lora_alpha", "lora_dropout", "lora_targets", "base"))
+        if flags := [text.partition(" ")[0] for text in flags]:
             problem = f"{plural(len(flags), 'option')} for adapters, and --lora-rank is not given."
             raise ValueError(error_text(problem, flags, "add --lora-rank 16, or leave out what is listed."))
     check_run_folder(options)
@@ -304,15 +277,8 @@ def _copy_template(options: TuneOptions, out: Path) -> None:
 
 
 def _show_result(screen: Any, options: TuneOptions, result: so.training.FitResult, out: Path) -> None:
-    losses = [line["val_loss"] for line in result.history if "val_loss" in line]
-    if losses:
-        display.say(screen, f"\nvalidation loss {losses[-1]:.3f} nats a token after {plural(result.step, 'step')}")
-    else:
-        display.say(screen, f"\nThe run had reached step {result.step} already; --steps above that trains it further.")
-    display.say(screen, f"\n{result.goodput}")
-    folder = options.run.run_dir
-    files = [CHECKPOINTS, METRICS, CONFIG, CURVE] + ([SCHEDULE] if (folder / SCHEDULE).is_file() else [])
-    display.say(screen, f"\nin {folder}: {out.name}, {', '.join(files)}")
+    display.show_loss(screen, result, "token")
+    display.show_files(screen, options, result, out.name)
     call = "peft.AutoPeftModelForCausalLM" if out.name == "adapters" else "transformers.AutoModelForCausalLM"
     display.say(
         screen, f"{call}.from_pretrained({str(out)!r}) loads the {'adapters' if out.name == 'adapters' else 'model'}."

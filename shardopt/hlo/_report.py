@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeVar
 from jax.sharding import Sharding
 
 from shardopt.core._errors import format_error, plural
+from shardopt.core._tables import aligned, name_end
 from shardopt.hlo._collective import Collective
 from shardopt.hlo.proof import Proof, prove
 from shardopt.hlo.proof._prove import Source
@@ -268,8 +269,7 @@ def _lines(collectives: tuple[Collective, ...]) -> list[str]:
         ["kind", "axes", "bytes a call", "calls", "wire bytes", "loops", "notes", "where"],
         *map(_row, collectives),
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(_align, row, widths)).rstrip() for row in rows]
+    return aligned(rows, lambda _, cell: cell.replace(",", "").isdigit() or cell == "?")
 
 
 def _row(collective: Collective) -> list[str]:
@@ -279,7 +279,6 @@ def _row(collective: Collective) -> list[str]:
         f"a step of {collective.group_size} along it": collective.part,
         f"groups {collective.groups}": collective.groups and not collective.part,
     }
-    origin = collective.op_name or collective.name
     return [
         collective.kind,
         _axes_text(collective.axes),
@@ -288,14 +287,8 @@ def _row(collective: Collective) -> list[str]:
         _number(_traffic([collective]).wire_bytes),
         "x".join(map(_number, collective.loops)) or "-",
         ", ".join(note for note, applies in notes.items() if applies) or "-",
-        origin
-        if len(origin) <= 60
-        else f"...{origin[-57:]}",  # the end of a jax name is more specific than its beginning
+        name_end(collective.op_name or collective.name),
     ]
-
-
-def _align(cell: str, width: int) -> str:
-    return cell.rjust(width) if cell.replace(",", "").isdigit() or cell == "?" else cell.ljust(width)
 
 
 def _sums(by_axis: Mapping[tuple[str, ...] | None, Traffic]) -> list[str]:

@@ -4,9 +4,8 @@ from shardopt.parameter_server import durations, rules
 from shardopt.parameter_server._clock import should_sync
 from shardopt.parameter_server._log import Event, Log
 from shardopt.parameter_server._optimizer import AsyncOptimizer
-from shardopt.parameter_server._ray import ServerLostError, WorkersLostError
 from shardopt.parameter_server._replay import replay
-from shardopt.parameter_server._run import AsyncResult
+from shardopt.parameter_server._run import AsyncResult, ServerLostError, WorkersLostError
 from shardopt.parameter_server._server import Server, ServerState, make_server
 from shardopt.parameter_server._simulation import SimulatedWorker, simulate
 from shardopt.parameter_server._sparse import SparseRows

@@ -185,11 +185,3 @@ def _average(
         total = functools.reduce(lambda a, b: combined(a, jnp.add, jnp.maximum, jnp.minimum, b), push_metrics)
         means[name] = jnp.asarray(value_of(total))
     return grads, {"loss": jnp.asarray(loss), **means}
-
-
-def copy_without_weak_type(leaf: jax.Array | np.ndarray | float) -> jax.Array:
-    """Copy a leaf and drop its weak type: with it, the second update would compile another program than the first."""
-    leaf = jnp.asarray(leaf)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        return jnp.copy(leaf)
-    return jnp.array(leaf, dtype=leaf.dtype, copy=True)

@@ -1,6 +1,7 @@
 """The work of the caller's thread during a run: checkpoints, evaluation, early stopping and progress."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -23,41 +24,35 @@ _PROGRESS_SECONDS = 0.25
 """Seconds between two looks at the run."""
 
 
+@dataclass
 class Callbacks:
     """Saves and evaluates milestones; arguments as in `AsyncOptimizer.run`. To show a run, set `show`, from `show_workers`."""
 
-    def __init__(
-        self,
-        caller: str,
-        *,
-        checkpoints: Checkpoints | None = None,
-        early_stopping: EarlyStopping | None = None,
-        evaluate: EvaluateParams | None = None,
-        evaluate_every: int = 100,
-        progress: bool = False,
-    ):
-        check_flag("progress", progress)
-        if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
-            problem = f"checkpoints must be a shardopt.Checkpoints, got {type(checkpoints).__name__}."
+    caller: str
+    checkpoints: Checkpoints | None = None
+    early_stopping: EarlyStopping | None = None
+    evaluate: EvaluateParams | None = None
+    evaluate_every: int = 100
+    progress: bool = False
+
+    def __post_init__(self):
+        check_flag("progress", self.progress)
+        if self.checkpoints is not None and not isinstance(self.checkpoints, Checkpoints):
+            problem = f"checkpoints must be a shardopt.Checkpoints, got {type(self.checkpoints).__name__}."
             raise TypeError(error_text(problem, fix="pass so.Checkpoints(folder, every=100, keep=3)."))
-        if early_stopping is not None and not isinstance(early_stopping, EarlyStopping):
-            problem = f"early_stopping must be a shardopt.training.EarlyStopping, got {type(early_stopping).__name__}."
-            raise TypeError(error_text(problem, fix='pass so.training.EarlyStopping("loss", patience=5).'))
-        if evaluate is not None and not callable(evaluate):
-            raise TypeError(
-                error_text(f"evaluate must be a function (params) -> metrics, got {type(evaluate).__name__}.")
+        if self.early_stopping is not None and not isinstance(self.early_stopping, EarlyStopping):
+            problem = (
+                f"early_stopping must be a shardopt.training.EarlyStopping, got {type(self.early_stopping).__name__}."
             )
-        check_count("evaluate_every", evaluate_every, minimum=1)
-        self.caller, self.checkpoints, self.early_stopping, self.evaluate = (
-            caller,
-            checkpoints,
-            early_stopping,
-            evaluate,
-        )
-        evaluates = early_stopping is not None or evaluate is not None
-        save_every = None if checkpoints is None else checkpoints.every
-        self.policy = SavePolicy(save_every, int(evaluate_every) if evaluates else None)
-        self.progress = progress
+            raise TypeError(error_text(problem, fix='pass so.training.EarlyStopping("loss", patience=5).'))
+        if self.evaluate is not None and not callable(self.evaluate):
+            raise TypeError(
+                error_text(f"evaluate must be a function (params) -> metrics, got {type(self.evaluate).__name__}.")
+            )
+        check_count("evaluate_every", self.evaluate_every, minimum=1)
+        evaluates = self.early_stopping is not None or self.evaluate is not None
+        save_every = None if self.checkpoints is None else self.checkpoints.every
+        self.policy = SavePolicy(save_every, int(self.evaluate_every) if evaluates else None)
         self.show: Show = lambda status, last=False: None
         self.stopping_state = StoppingState()
         self.resumed_from: int | None = None

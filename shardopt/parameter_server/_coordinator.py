@@ -1,7 +1,7 @@
 """The server behind one lock: workers call it, from threads or other processes, and wait in its calls."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -25,6 +25,14 @@ class WorkerTask(NamedTuple):
     version: int
     clock: int
     params: PyTree
+
+
+class CoordinatorClient(NamedTuple):
+    """The calls that a worker makes: the methods of a `Coordinator`, or calls of a coordinator in another process."""
+
+    enter: Callable[[int, int], int | None]
+    pull: Callable[[int, int, bool], WorkerTask | None]
+    push: Callable[[int, int, Update | None, int], bool]
 
 
 class Milestone(NamedTuple):
@@ -112,7 +120,7 @@ class Coordinator:
                 self.changed.notify_all()
                 return None
             self.changed.notify_all()
-            return self.run.positions.of(worker)
+            return self.run.positions[worker]
 
     def pull(self, worker: int, incarnation: int, ready: bool) -> WorkerTask | None:
         """Begin a step like `begin_step`, and return the parameters as users know them."""

@@ -15,10 +15,10 @@ from shardopt.core._types import Metric, PyTree, TrainState, Weighted, wide_dtyp
 from shardopt.local_updates._build import check_delay_and_mix
 from shardopt.losses._metrics import combined
 from shardopt.parameter_server._fragments import Fragment, FragmentPlan
-from shardopt.parameter_server._ray_groups import gather_to_local_device
 from shardopt.parameter_server._run import Compute
 from shardopt.parameter_server._updates import Update, finiteness
 from shardopt.parameter_server._worker import Streams, WorkerCompressors, to_device
+from shardopt.step._inputs import put
 from shardopt.step._optimizer import ShardedOptimizer
 
 StepMetrics = dict[str, jax.Array | Metric]
@@ -135,10 +135,7 @@ class Island:
         sharding = (
             island_leaf.sharding if leaf.shape == island_leaf.shape else jax.NamedSharding(self.opt.mesh, jax.P())
         )
-        if jax.process_count() == 1:
-            return jax.device_put(leaf, sharding)
-        values = np.asarray(leaf)
-        return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+        return put(leaf, sharding)
 
 
 @dataclass(frozen=True)
@@ -195,6 +192,21 @@ class Islands:
         if self.streaming.is_streaming:
             update = update._replace(grads=Fragment(update.grads, clock % count))
         return jax.block_until_ready(to_device(update, next(iter(self.islands.values())).device))
+
+
+def gather_to_local_device(tree: PyTree) -> PyTree:
+    """Return arrays of a mesh over several processes as full arrays, each on a device of this process."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable]
+    if not leaves:
+        return tree
+    replicated = jax.NamedSharding(leaves[0].sharding.mesh, jax.P())  # pyright: ignore[reportAttributeAccessIssue]
+    full_leaves = iter(jax.jit(lambda leaves: leaves, out_shardings=replicated)(leaves))
+
+    def gather_leaf(leaf: Any) -> Any:
+        remote = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+        return next(full_leaves).addressable_data(0) if remote else leaf
+
+    return jax.tree.map(gather_leaf, tree)
 
 
 def first_local_device(opt: ShardedOptimizer) -> Any:

@@ -3,8 +3,7 @@
 import json
 import os
 from array import array
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
@@ -42,6 +41,11 @@ class Event(NamedTuple):
     def without_times(self) -> "Event":
         """Return the event with its times set to 0, as the server makes it."""
         return self._replace(time=0.0, waited=0.0)
+
+    @property
+    def ends_round(self) -> bool:
+        """Whether the worker has finished a round of its data; it draws a round that it did not finish again."""
+        return self.kind in ("push", "refuse")
 
     @property
     def delay(self) -> int:
@@ -186,28 +190,3 @@ def _is_event(value: object) -> TypeGuard[list[Any]]:
         and all(type(number) is int for number in value[1:-2])
         and all(type(number) in (int, float) for number in value[-2:])
     )
-
-
-class Positions:
-    """The position of each worker in its data, in rounds that it has finished.
-
-    A round that was in flight when the worker left or was resumed is not counted, so that it is drawn again.
-
-    Example:
-      >>> positions = Positions([Event(kind, 0, 0, 0, 0) for kind in ("join", "pull", "push", "pull", "leave", "join")])
-      >>> positions.of(0)
-      1
-    """
-
-    def __init__(self, events: Iterable[Event] = ()):
-        self._finished_rounds: Counter[int] = Counter()
-        for event in events:
-            self.record(event)
-
-    def record(self, event: Event) -> None:
-        """Count an event."""
-        self._finished_rounds[event.worker] += event.kind in ("push", "refuse")
-
-    def of(self, worker: int) -> int:
-        """Return the number of rounds that a worker has finished."""
-        return self._finished_rounds[worker]

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 
 from shardopt.core._errors import format_error
 from shardopt.core._types import PyTree
-from shardopt.parameter_server._apply import Programs, UpdateResult, copy_without_weak_type, run_arguments
+from shardopt.parameter_server._apply import Programs, UpdateResult, run_arguments
 from shardopt.parameter_server._fragments import Fragment, FragmentPlan, put_fragment, take_fragment
 from shardopt.parameter_server._sparse import gather_union_rows, has_rows
 from shardopt.parameter_server._updates import Update, check_update, replace_trained, trained
+from shardopt.step._inputs import copied
 
 ServerArrays = tuple[PyTree, PyTree, PyTree]
 """`(params, opt_state, rule_state)`, as a `ServerState` has them."""
@@ -73,7 +74,7 @@ class OneServer:
 
     def begin(self, params: PyTree) -> ServerArrays:
         """Return copies of the parameters, and the initial states; with fragments a tuple of them."""
-        params, plan = jax.tree.map(copy_without_weak_type, params), self.plan
+        params, plan = copied(params), self.plan
         if plan is None:
             return params, *self.programs.begin(trained(params))
         states = [self.programs.begin(plan.take(params, number)) for number in range(plan.num_fragments)]

@@ -13,11 +13,11 @@ from jax.sharding import Mesh
 from shardopt.checkpoint._checkpoints import Checkpoints
 from shardopt.core._arguments import check_count, check_number, is_integer
 from shardopt.core._early_stopping import EarlyStopping
-from shardopt.core._errors import calling, error_text
+from shardopt.core._errors import calling, error_text, format_error
+from shardopt.core._extras import is_installed
 from shardopt.core._types import PyTree
 from shardopt.parameter_server._callbacks import Callbacks, EvaluateParams
 from shardopt.parameter_server._log import Log
-from shardopt.parameter_server._ray import run_on_ray
 from shardopt.parameter_server._replay import check_log, replay_events
 from shardopt.parameter_server._run import AsyncResult, Availability, BatchesOf, Job, RunSpec
 from shardopt.parameter_server._server import Server
@@ -132,11 +132,14 @@ class AsyncOptimizer:
                 progress=progress,
             )
             job = Job(params, batches_of, key_data(rng), num_updates, periods, log_path)
-        return (
-            run_on_ray(spec, job, callbacks)
-            if spec.backend == "ray"
-            else run_on_threads(spec, self.server, job, callbacks)
-        )
+        if spec.backend == "threads":
+            return run_on_threads(spec, self.server, job, callbacks)
+        if not is_installed("ray"):
+            fix = "pip install 'shardopt[ray]', or use backend=\"threads\"."
+            raise ImportError(format_error(spec.caller, "backend 'ray' needs Ray, which is not installed.", fix=fix))
+        from shardopt.parameter_server._ray import run_on_ray
+
+        return run_on_ray(spec, job, callbacks)
 
     def replay(self, log: Log, params: PyTree, batches_of: BatchesOf) -> PyTree:
         """Return the final parameters of a run, repeated from its log on one thread, bit for bit.

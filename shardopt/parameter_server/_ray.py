@@ -6,7 +6,6 @@
 
 import contextlib
 import logging
-import os
 import secrets
 import socket
 import threading
@@ -15,27 +14,30 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from functools import partial
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+from ray.cloudpickle import cloudpickle
+from ray.exceptions import ObjectLostError, RayActorError, RayError
 
 from shardopt.core._errors import format_error
-from shardopt.core._types import PyTree
 from shardopt.parameter_server._apply import Programs
 from shardopt.parameter_server._callbacks import Callbacks
-from shardopt.parameter_server._coordinator import Coordinator, Milestone, WorkerTask
+from shardopt.parameter_server._coordinator import Coordinator, CoordinatorClient, Milestone, WorkerTask
 from shardopt.parameter_server._fragments import Fragment
 from shardopt.parameter_server._log import Log
 from shardopt.parameter_server._ray_groups import (
     CoordinatorError,
-    Follower,
-    Leader,
     ProcessFailure,
     SharedAnswers,
+    follower_client,
     free_address,
+    leader_client,
 )
-from shardopt.parameter_server._ray_servers import TRIES, RayServers, RemoteParams, check_token
+from shardopt.parameter_server._ray_servers import RayServers, RemoteParams, check_token
 from shardopt.parameter_server._run import (
     AsyncResult,
     Compute,
@@ -43,41 +45,30 @@ from shardopt.parameter_server._run import (
     Run,
     RunSnapshot,
     RunSpec,
+    ServerLostError,
+    WorkersLostError,
     restore_run,
     take_snapshot,
 )
 from shardopt.parameter_server._server import MakeServer
-from shardopt.parameter_server._settings import settings_values, use_settings
-from shardopt.parameter_server._sharded import combine_leaves, shard, unshard
+from shardopt.parameter_server._settings import begin_process, settings_values
+from shardopt.parameter_server._sharded import shard
 from shardopt.parameter_server._updates import Update
 from shardopt.parameter_server._views import Status, show_workers
 from shardopt.parameter_server._worker import Streams, no_compute, run_worker
 from shardopt.runtime._processes import initialize
 
-if TYPE_CHECKING:
-    from ray import ObjectRef
-    from ray.actor import ActorHandle
-
-
 _LOG = logging.getLogger(__name__)
-
-
-class ServerLostError(RuntimeError):
-    """The process of the server was killed, and there is no checkpoint to continue from."""
-
-
-class WorkersLostError(RuntimeError):
-    """Every worker was killed."""
 
 
 def run_on_ray(spec: RunSpec, job: Job, callbacks: Callbacks) -> AsyncResult:
     """Train on Ray; when this returns, all processes of the run have ended."""
     Streams(spec.caller, job.batches_of)  # checks `batches_of`
-    with cluster(spec.caller, spec.address, spec.num_workers * spec.hosts + _num_server_processes(spec)) as ray:
+    with cluster(spec.caller, spec.address, spec.num_workers * spec.hosts + _num_server_processes(spec)):
         job = job._replace(params=jax.device_put(job.params))
         snapshot = callbacks.load_latest(spec.make_server(donate=False), job.params)
         callbacks.resumed_from = callbacks.saved_version = None if snapshot is None else int(snapshot.state.step)
-        driver = RayDriver(ray, spec, job, callbacks)
+        driver = RayDriver(spec, job, callbacks)
         log = None
         try:
             with show_workers(spec.caller, shown=callbacks.progress) as callbacks.show:
@@ -101,19 +92,14 @@ _CONNECT_SECONDS = 5.0
 
 
 @contextlib.contextmanager
-def cluster(caller: str, address: str | None, num_workers: int) -> Iterator[ModuleType]:
-    """Return the module `ray`, connected: to the current cluster, to an address, or to a local Ray that ends with the run."""
-    try:
-        import ray
-    except ImportError as error:
-        fix = "pip install 'shardopt[ray]', or use backend=\"threads\"."
-        raise ImportError(format_error(caller, "backend 'ray' needs Ray, which is not installed.", fix=fix)) from error
+def cluster(caller: str, address: str | None, num_workers: int) -> Iterator[None]:
+    """Connect Ray: to the current cluster, to an address, or to a local Ray that ends with the run."""
     if ray.is_initialized():
         connected_address = ray.get_runtime_context().gcs_address
         if address not in (None, "auto", connected_address):
             problem = f"this process is connected to the Ray at {connected_address} already, not to {address}."
             raise ValueError(format_error(caller, problem, fix="call ray.shutdown() first, or leave address out."))
-        yield ray
+        yield
         return
     if address is None:
         options = {"num_cpus": num_workers + 1, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
@@ -122,14 +108,14 @@ def cluster(caller: str, address: str | None, num_workers: int) -> Iterator[Modu
             warnings.filterwarnings("ignore", message="os.fork", category=RuntimeWarning)
             ray.init(log_to_driver=False, **options)
     else:
-        _connect(caller, ray, address)
+        _connect(caller, address)
     try:
-        yield ray
+        yield
     finally:
         ray.shutdown()
 
 
-def _connect(caller: str, ray: ModuleType, address: str) -> None:
+def _connect(caller: str, address: str) -> None:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         if host and port.isdecimal():
@@ -142,7 +128,7 @@ def _connect(caller: str, ray: ModuleType, address: str) -> None:
         raise ConnectionError(format_error(caller, problem, fix=fix)) from error
 
 
-def check_capacity(caller: str, ray: ModuleType, num_workers: int, servers: int = 1, hosts: int = 1) -> None:
+def check_capacity(caller: str, num_workers: int, servers: int = 1, hosts: int = 1) -> None:
     """Refuse a cluster with too few CPUs, on which some processes would never start."""
     available_cpus = ray.cluster_resources().get("CPU", 0)
     needed_cpus = num_workers * hosts + 1 + (servers if servers > 1 else 0)
@@ -166,15 +152,15 @@ _COMPILE_FACTOR = 10
 class RayDriver:
     """The caller's handle of the processes of a run."""
 
-    def __init__(self, ray: ModuleType, spec: RunSpec, job: Job, callbacks: Callbacks):
-        check_capacity(spec.caller, ray, spec.num_workers, spec.servers, spec.hosts)
+    def __init__(self, spec: RunSpec, job: Job, callbacks: Callbacks):
+        check_capacity(spec.caller, spec.num_workers, spec.servers, spec.hosts)
         self.token = secrets.token_hex()
-        self.ray, self.spec, self.job, self.callbacks = ray, spec, job, callbacks
+        self.spec, self.job, self.callbacks = spec, job, callbacks
         self.settings = settings_values()
-        self.pickled_compute = ray.cloudpickle.dumps((spec.make_compute, job.batches_of, job.key))
+        self.pickled_compute = cloudpickle.dumps((spec.make_compute, job.batches_of, job.key))
         self.has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         # The processes of each worker; only the first process of a worker calls the server.
-        self.alive: dict[int, tuple[ActorHandle, ...]] = {}
+        self.alive: dict[int, tuple[Any, ...]] = {}
         self.restarts_left = dict.fromkeys(job.availability, spec.max_restarts)
         self.killed: list[int] = []
         self.hung: list[int] = []
@@ -202,7 +188,7 @@ class RayDriver:
             "lost_updates": self.lost_updates,
             **self.callbacks.metrics(),
         }
-        result, last_snapshot = self.ray.get(self.server.finish.remote(metrics, with_snapshot))
+        result, last_snapshot = ray.get(self.server.finish.remote(metrics, with_snapshot))
         self.callbacks.finish(last_snapshot)
         if all_died:
             problem = f"all {len(self.job.availability)} workers were killed, the last one at version"
@@ -217,13 +203,13 @@ class RayDriver:
         """End all processes of the run."""
         workers = [actor for group in self.alive.values() for actor in group]
         for actor in [*workers, *([] if self.server is None else [self.server])]:
-            self.ray.kill(actor)
+            ray.kill(actor)
 
     def log(self) -> Log | None:
         """Return the log so far; None if the server has died."""
         try:
-            return None if self.server is None else self.ray.get(self.server.log.remote(), timeout=10)
-        except self.ray.exceptions.RayError:
+            return None if self.server is None else ray.get(self.server.log.remote(), timeout=10)
+        except RayError:
             return None
 
     def start_server(self, snapshot: RunSnapshot | None) -> None:
@@ -233,11 +219,11 @@ class RayDriver:
         if self.server is not None:  # the new server must not wait for workers that are not restarted
             job = job._replace(availability={worker: job.availability[worker] for worker in self.alive})
         # The loss and the data are not sent to the server.
-        programs = self.ray.cloudpickle.dumps(partial(programs_of, self.spec.make_server))
+        programs = cloudpickle.dumps(partial(programs_of, self.spec.make_server))
         start = self.spec._replace(make_compute=no_compute), job, self.callbacks.policy, snapshot, programs
         # Every worker may block in its own call, and the call of a killed worker ends only when its death is noticed.
-        process = self.ray.remote(ServerProcess).options(num_cpus=1, max_concurrency=4 * self.spec.num_workers + 8)
-        self.server = process.remote(self.settings, self.token, self.ray.cloudpickle.dumps(start))
+        process = ray.remote(ServerProcess).options(num_cpus=1, max_concurrency=4 * self.spec.num_workers + 8)
+        self.server = process.remote(self.settings, self.token, cloudpickle.dumps(start))
         self.incarnations = dict.fromkeys(self.job.availability, 0)
 
     def start_worker(self, worker: int) -> None:
@@ -246,7 +232,7 @@ class RayDriver:
         options: dict[str, Any] = {"num_cpus": 1, "num_gpus": devices if self.has_gpus else 0}
         if hosts > 1:  # one thread works, another receives the answers that the first process shares
             options |= {"max_concurrency": 2, "scheduling_strategy": "SPREAD"}
-        process = self.ray.remote(WorkerProcess).options(**options)
+        process = ray.remote(WorkerProcess).options(**options)
         arguments = self.settings, self.token, devices, self.spec.servers
         self.alive[worker] = tuple(process.remote(*arguments) for _ in range(hosts))
 
@@ -267,24 +253,25 @@ class RayDriver:
         milestone, server_lost = self.server.next_milestone.remote(_POLL_SECONDS), False
         while self.running:
             waiting = [*self.running] if server_lost else [*self.running, milestone]
-            ready, _ = self.ray.wait(waiting, num_returns=1)
+            ready, _ = ray.wait(waiting, num_returns=1)
             if ready[0] in self.running:
                 server_lost |= self.handle_ended_process(ready[0], *self.running.pop(ready[0]))
             else:
                 try:
-                    self.handle_milestone(self.ray.get(milestone))
+                    self.handle_milestone(ray.get(milestone))
                     self.callbacks.show(self.status)
                     self.kill_hung_workers()
                     milestone = self.server.next_milestone.remote(_POLL_SECONDS)
-                except self.ray.exceptions.RayActorError:
+                except RayActorError:
                     server_lost = True
         if server_lost or not self.is_server_alive():
             return False
-        self.handle_milestone(self.ray.get(milestone))  # this call was in flight when the last worker ended
-        while not self.callbacks.has_no_milestones and (
-            next_milestone := self.ray.get(self.server.next_milestone.remote(_POLL_SECONDS))
-        ):
+        self.handle_milestone(ray.get(milestone))  # this call was in flight when the last worker ended
+        has_more = not self.callbacks.has_no_milestones
+        while has_more:
+            next_milestone: Any = ray.get(self.server.next_milestone.remote(_POLL_SECONDS))
             self.handle_milestone(next_milestone)
+            has_more = next_milestone is not None
         self.callbacks.show(self.status, last=True)
         return True
 
@@ -318,11 +305,11 @@ class RayDriver:
                 self.hung.append(status.worker)
                 self.handle_dead_worker(status.worker)
 
-    def handle_ended_process(self, reference: "ObjectRef", worker: int, rank: int) -> bool:
+    def handle_ended_process(self, reference: ObjectRef, worker: int, rank: int) -> bool:
         """Handle the result of a worker's process that has ended; return whether the server has died."""
         try:
-            outcome = self.ray.get(reference)
-        except self.ray.exceptions.RayActorError:
+            outcome = ray.get(reference)
+        except RayActorError:
             self.handle_dead_worker(worker)
             return False
         if isinstance(outcome, ServerLostReport):  # only the first process talks to the server and can know
@@ -332,7 +319,7 @@ class RayDriver:
             if self.has_dead_process(worker):  # this process failed because another one died
                 self.handle_dead_worker(worker)
                 return False
-            step = self.ray.get(self.server.clock_of.remote(worker)) if self.is_server_alive() else None
+            step = ray.get(self.server.clock_of.remote(worker)) if self.is_server_alive() else None
             at_step = "" if step is None else f" at its step {step}"
             outcome.error.add_note(
                 f"This happened in worker {worker} of {self.spec.caller}{at_step}, a process of its own:"
@@ -346,11 +333,11 @@ class RayDriver:
     def has_dead_process(self, worker: int) -> bool:
         """Return whether another process of a worker, one of whose processes has failed, is dead or dies within seconds."""
         running = [work for work, (other_worker, _) in self.running.items() if other_worker == worker]
-        ended, _ = self.ray.wait(running, num_returns=len(running), timeout=_LULL_SECONDS) if running else ([], [])
+        ended, _ = ray.wait(running, num_returns=len(running), timeout=_LULL_SECONDS) if running else ([], [])
         for work in ended:
             try:
-                self.ray.get(work)
-            except self.ray.exceptions.RayActorError:
+                ray.get(work)
+            except RayActorError:
                 return True
         return False
 
@@ -358,7 +345,7 @@ class RayDriver:
         """Remove a worker that lost a process: kill its other processes, and restart it if it has restarts left."""
         self.killed.append(worker)
         for actor in self.alive.pop(worker):
-            self.ray.kill(actor)
+            ray.kill(actor)
         self.running = {work: process for work, process in self.running.items() if process[0] != worker}
         will_restart = self.restarts_left[worker] > 0
         self.notify("worker_died", worker, restarting=will_restart)
@@ -386,7 +373,7 @@ class RayDriver:
 
     def call(self, name: str, *arguments: object) -> Any:
         """Call a method of the coordinator."""
-        return self.ray.get(self.server.call.remote(name, *arguments))
+        return ray.get(self.server.call.remote(name, *arguments))
 
     def status(self) -> Status:
         """Return the current activity of every worker."""
@@ -394,15 +381,15 @@ class RayDriver:
 
     def notify(self, name: str, *arguments: object, **options: object) -> None:
         """Call a method of the coordinator if the server is alive."""
-        with contextlib.suppress(self.ray.exceptions.RayActorError):  # the workers notice, and `watch` returns False
-            self.ray.get(self.server.call.remote(name, *arguments, **options))
+        with contextlib.suppress(RayActorError):  # the workers notice, and `watch` returns False
+            ray.get(self.server.call.remote(name, *arguments, **options))
 
     def is_server_alive(self) -> bool:
         """Return whether the server answers."""
         try:
             self.call("end_reason")
             return True
-        except self.ray.exceptions.RayActorError:
+        except RayActorError:
             return False
 
 
@@ -421,15 +408,13 @@ class ServerProcess:
     """A `Coordinator` in its own process; parameters go to the workers through Ray's object store."""
 
     def __init__(self, settings: dict[str, object], token: str, start: bytes):
-        from ray import cloudpickle
-
         begin_process(settings, devices=1, platform="cpu")
         spec, job, policy, snapshot, programs = cloudpickle.loads(start)
         began = time.perf_counter()
         header = spec.settings(job.key)
         server, self.servers = spec.make_server(donate=True), None
         if server.programs is not None:
-            self.servers = RayServers(begin_process, settings, token, programs, spec.servers, server.programs.has_sums)
+            self.servers = RayServers(settings, token, programs, spec.servers, server.programs.has_sums)
             server = spec.make_server(donate=True, mathematics=self.servers)
         self.token = token
         self.pulled_params: dict[int, RemoteParams] = {}  # worker -> the parameters of its step in flight
@@ -457,7 +442,7 @@ class ServerProcess:
         self.pulled_params[worker] = task.params
         return task
 
-    def pull_again(self, token: str, worker: int) -> "list[ObjectRef]":
+    def pull_again(self, token: str, worker: int) -> list[ObjectRef]:
         """Restart the servers that have died, and return references to the parameters that the worker has pulled."""
         check_token(self.token, token)
         assert self.servers is not None
@@ -503,10 +488,8 @@ class ServerProcess:
         snapshot = jax.device_get(take_snapshot(run)) if with_snapshot else None
         return result._replace(params=jax.device_get(result.params)), snapshot
 
-    def _share_params(self, task: WorkerTask, worker: int) -> "list[ObjectRef]":
+    def _share_params(self, task: WorkerTask, worker: int) -> list[ObjectRef]:
         """Return a reference to the parameters, or to the fragment that the worker pushed last if it has the others."""
-        import ray
-
         fragments, params, number = self.coordinator.run.server.fragments, task.params, None
         with self.share_lock:
             if fragments is not None and worker not in self.new_workers:
@@ -536,7 +519,7 @@ class GroupPlace(NamedTuple):
     incarnation: int
     num_processes: int
     rank: int
-    followers: "tuple[ActorHandle, ...]"
+    followers: tuple[ActorHandle, ...]
 
 
 class WorkerProcess:
@@ -559,13 +542,10 @@ class WorkerProcess:
         self.shared_answers.put(number, answer)
 
     def work(
-        self, server: "ActorHandle", pickled_compute: bytes, place: GroupPlace, address: str
+        self, server: ActorHandle, pickled_compute: bytes, place: GroupPlace, address: str
     ) -> ServerLostReport | ProcessFailure | None:
         """Work until the run ends; return the failure that ended it, or None. `address` joins the processes of a group."""
-        from ray import cloudpickle
-
-        is_first = place.rank == 0
-        coordinator = RemoteCoordinator(server, self.token, self.servers) if is_first else Follower(self.shared_answers)
+        coordinator = RemoteCoordinator(server, self.token, self.servers)
         try:
             compute = self.compute
             if compute is None:
@@ -573,9 +553,11 @@ class WorkerProcess:
                     initialize(address, place.num_processes, place.rank)
                 make_compute, batches_of, key = cloudpickle.loads(pickled_compute)
                 compute = self.compute = make_compute(batches_of, key, place.worker)
-            client = coordinator
+            client = CoordinatorClient(coordinator.enter, coordinator.pull, coordinator.push)
             if place.followers:
-                client = Leader(coordinator, self.token, place.followers, self.shared_answers.numbers)
+                client = leader_client(client, self.token, place.followers, self.shared_answers.numbers)
+            elif place.rank:
+                client = follower_client(self.shared_answers)
             run_worker(client, compute, place.worker, place.incarnation)
         except CoordinatorError as error:
             return error.failure or ServerLostReport(coordinator.version)
@@ -587,7 +569,7 @@ class WorkerProcess:
 class RemoteCoordinator:
     """The client by which a worker's process calls the coordinator in the server's process."""
 
-    def __init__(self, server: "ActorHandle", token: str, servers: int):
+    def __init__(self, server: ActorHandle, token: str, servers: int):
         self.server, self.token, self.servers, self.version = server, token, servers, 0
 
     def enter(self, worker: int, incarnation: int) -> int | None:
@@ -600,23 +582,14 @@ class RemoteCoordinator:
         if task is None:
             return None
         self.version = max(self.version, task.version)
-        if isinstance(task.params, RemoteParams):
-            return task._replace(params=self._from_servers(worker, task.params))
-        return task._replace(params=self._get(task.params[0]))
+        params = task.params
+        if not isinstance(params, RemoteParams):
+            return task._replace(params=self._get(params[0]))
 
-    def _from_servers(self, worker: int, params: RemoteParams) -> PyTree:
-        import ray
-        from ray.exceptions import RayError
+        def restart_servers() -> None:
+            params.stored.refs = self._get(self.server.pull_again.remote(self.token, worker))
 
-        refs, tries = params.stored.refs, 0
-        while True:
-            try:
-                return combine_leaves(unshard(ray.get(refs), params.shapes), params.untrained)
-            except RayError:
-                tries += 1
-                if tries > TRIES:
-                    raise
-                refs = self._get(self.server.pull_again.remote(self.token, worker))
+        return task._replace(params=params.fetch(restart_servers))
 
     def push(self, worker: int, incarnation: int, update: Update | None, version: int) -> bool:
         """See `Coordinator.push`; the update is one message, which arrives completely or not at all."""
@@ -624,32 +597,15 @@ class RemoteCoordinator:
         message = jax.device_get(update._replace(rows=None))._replace(rows=update.rows)
         if self.servers > 1:
             shards = shard(message.grads, self.servers)
-            message = message._replace(grads=[self._put(grad_shard) for grad_shard in shards])
+            message = message._replace(grads=[ray.put(grad_shard) for grad_shard in shards])
         answer = self._get(self.server.push.remote(self.token, worker, incarnation, message, version))
         if isinstance(answer, ProcessFailure):
             raise CoordinatorError(answer)
         self.version = max(self.version, answer[1])
         return answer[0]
 
-    def _put(self, tree: PyTree) -> "ObjectRef":
-        import ray
-
-        return ray.put(tree)
-
-    def _get(self, reference: "ObjectRef") -> Any:
-        import ray
-        from ray.exceptions import ObjectLostError, RayActorError
-
+    def _get(self, reference: ObjectRef) -> Any:
         try:
             return ray.get(reference)
         except (RayActorError, ObjectLostError) as error:
             raise CoordinatorError from error
-
-
-def begin_process(settings: dict[str, object], *, devices: int, platform: str | None = None) -> None:
-    """Set up JAX in a new process with the settings of the caller's process; `devices` is the number of CPU devices."""
-    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
-    os.environ["XLA_FLAGS"] = " ".join([*flags, f"--xla_force_host_platform_device_count={devices}"])
-    if platform is not None:
-        jax.config.update("jax_platforms", platform)
-    use_settings(settings)

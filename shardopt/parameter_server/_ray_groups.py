@@ -7,17 +7,14 @@ server. It shares each answer with the other processes, with parameters in Ray's
 import itertools
 import queue
 import socket
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-from shardopt.core._types import PyTree
-from shardopt.parameter_server._coordinator import WorkerTask
-from shardopt.parameter_server._updates import Update
+import ray
+import ray.util
+from ray.actor import ActorHandle
 
-if TYPE_CHECKING:
-    from ray.actor import ActorHandle
-
-Answer = TypeVar("Answer")
+from shardopt.parameter_server._coordinator import CoordinatorClient
 
 
 class ProcessFailure(NamedTuple):
@@ -33,22 +30,6 @@ class CoordinatorError(Exception):
     def __init__(self, failure: ProcessFailure | None = None):
         super().__init__()
         self.failure = failure
-
-
-class CoordinatorClient(Protocol):
-    """The calls that `run_worker` makes; see `Coordinator`."""
-
-    def enter(self, worker: int, incarnation: int) -> int | None:
-        """Wait until the worker's period begins."""
-        ...
-
-    def pull(self, worker: int, incarnation: int, ready: bool) -> WorkerTask | None:
-        """Begin a step."""
-        ...
-
-    def push(self, worker: int, incarnation: int, update: Update | None, version: int) -> bool:
-        """Send the result of a step."""
-        ...
 
 
 class SharedAnswers:
@@ -81,89 +62,41 @@ class SharedAnswers:
         return self._early.pop(number)
 
 
-class Leader:
-    """The client of the first process of a group: it calls the coordinator, and sends the answers to the other processes."""
+def leader_client(
+    client: CoordinatorClient, token: str, followers: Sequence[ActorHandle], numbers: Iterator[int]
+) -> CoordinatorClient:
+    """Return the client of the first process of a group: it sends each answer of `client` to the other processes."""
 
-    def __init__(
-        self,
-        coordinator: CoordinatorClient,
-        token: str,
-        followers: "tuple[ActorHandle, ...]",
-        numbers: Iterator[int],
-    ):
-        self._coordinator, self._token, self._followers, self._numbers = coordinator, token, followers, numbers
+    def and_share(call: Callable[..., Any]) -> Callable[..., Any]:
+        def call_and_share(*arguments: object) -> Any:
+            answer: object = CoordinatorError()
+            try:
+                answer = call(*arguments)
+                return answer
+            finally:
+                number, shared = next(numbers), ray.put(answer)  # once for all: it may have all parameters
+                for process in followers:
+                    process.receive.remote(token, number, shared)
 
-    def enter(self, worker: int, incarnation: int) -> int | None:
-        """See `Coordinator.enter`."""
-        return self._call_and_share(lambda: self._coordinator.enter(worker, incarnation))
+        return call_and_share
 
-    def pull(self, worker: int, incarnation: int, ready: bool) -> WorkerTask | None:
-        """See `Coordinator.pull`."""
-        return self._call_and_share(lambda: self._coordinator.pull(worker, incarnation, ready))
-
-    def push(self, worker: int, incarnation: int, update: Update | None, version: int) -> bool:
-        """See `Coordinator.push`."""
-        return self._call_and_share(lambda: self._coordinator.push(worker, incarnation, update, version))
-
-    def _call_and_share(self, call: Callable[[], Answer]) -> Answer:
-        import ray
-
-        answer: Answer | CoordinatorError = CoordinatorError()
-        try:
-            answer = call()
-            return answer
-        finally:
-            number, shared = next(self._numbers), ray.put(answer)  # once for all: it may have all parameters
-            for process in self._followers:
-                process.receive.remote(self._token, number, shared)
+    return CoordinatorClient(*map(and_share, client))
 
 
-class Follower:
-    """The client of another process of a group: it gets the answers that the first process received."""
+def follower_client(answers: SharedAnswers) -> CoordinatorClient:
+    """Return the client of another process of a group: it gets the answers that the first process received."""
 
-    def __init__(self, answers: SharedAnswers):
-        self._answers, self.version = answers, 0  # only the first process knows the version
-
-    def enter(self, worker: int, incarnation: int) -> int | None:
-        """See `Coordinator.enter`."""
-        return self._next()
-
-    def pull(self, worker: int, incarnation: int, ready: bool) -> WorkerTask | None:
-        """See `Coordinator.pull`."""
-        return self._next()
-
-    def push(self, worker: int, incarnation: int, update: Update | None, version: int) -> bool:
-        """See `Coordinator.push`; the first process pushes the update."""
-        return self._next()
-
-    def _next(self) -> Any:
-        answer = self._answers.next()
+    def next_answer(*_: object) -> Any:
+        answer = answers.next()
         if isinstance(answer, CoordinatorError):
             raise answer
         return answer
 
+    return CoordinatorClient(next_answer, next_answer, next_answer)
+
 
 def free_address() -> str:
     """Return an address of this host that other hosts of the Ray cluster can reach, with a port that is free now."""
-    import ray
-
     with socket.socket() as probe:
         probe.bind(("", 0))
         return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
-
-
-def gather_to_local_device(tree: PyTree) -> PyTree:
-    """Return arrays of a mesh over several processes as full arrays, each on a device of this process."""
-    import jax
-
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable]
-    if not leaves:
-        return tree
-    replicated = jax.NamedSharding(leaves[0].sharding.mesh, jax.P())  # pyright: ignore[reportAttributeAccessIssue]
-    full_leaves = iter(jax.jit(lambda leaves: leaves, out_shardings=replicated)(leaves))
-
-    def gather_leaf(leaf: Any) -> Any:
-        remote = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-        return next(full_leaves).addressable_data(0) if remote else leaf
-
-    return jax.tree.map(gather_leaf, tree)

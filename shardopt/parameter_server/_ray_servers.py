@@ -9,33 +9,29 @@ import hmac
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
+import ray
+from ray import ObjectRef
+from ray.cloudpickle import cloudpickle
+from ray.exceptions import RayActorError, RayError
 
 from shardopt.core._errors import format_error
-from shardopt.core._types import PyTree, Weighted
+from shardopt.core._types import PyTree, Weighted, abstract
 from shardopt.parameter_server._apply import (
     Programs,
     UpdateResult,
-    copy_without_weak_type,
     metrics_of,
     run_arguments,
 )
 from shardopt.parameter_server._mathematics import ServerArrays
-from shardopt.parameter_server._sharded import (
-    ServerShards,
-    abstract_params,
-    combine_leaves,
-    shapes_of,
-    shard,
-    unshard,
-)
+from shardopt.parameter_server._settings import begin_process
+from shardopt.parameter_server._sharded import ServerShards, shapes_of, shard
 from shardopt.parameter_server._updates import Update, trained, untrained
-
-if TYPE_CHECKING:
-    from ray import ObjectRef
+from shardopt.step._inputs import copied
 
 SNAPSHOT_EVERY = 8
 """Updates between two snapshots of a server. The object store has all pushes since the second last snapshot."""
@@ -56,18 +52,20 @@ def check_token(run_token: str, call_token: str) -> None:
         raise PermissionError(format_error("parameter_server", problem, fix="start workers through opt.run only."))
 
 
+@dataclass(eq=False)
 class StoredGradient:
     """The gradient of a push in the object store: for each server a reference to its range; `nbytes` of all ranges."""
 
-    def __init__(self, refs: "list[ObjectRef]", nbytes: int):
-        self.refs, self.nbytes = refs, nbytes
+    refs: list[ObjectRef]
+    nbytes: int
 
 
+@dataclass(eq=False)
 class StoredParams:
     """The parameters after an update: for each server a reference to its shard, which changes if the server restarts."""
 
-    def __init__(self, version: int, refs: "list[ObjectRef]"):
-        self.version, self.refs = version, refs
+    version: int
+    refs: list[ObjectRef]
 
 
 class RemoteParams(NamedTuple):
@@ -75,15 +73,26 @@ class RemoteParams(NamedTuple):
 
     Attributes:
       stored: references to the trained parameters.
-      untrained: the parameters that are not trained, with None for the trained ones.
-      abstract_shard: shapes and dtypes of the shard of one server.
-      shapes: the shapes of the full trained leaves.
+      abstract: all else: the other parameters, and shapes and dtypes in place of the shards of the trained ones.
     """
 
     stored: StoredParams
-    untrained: PyTree
-    abstract_shard: PyTree
-    shapes: tuple[tuple[int, ...], ...]
+    abstract: ServerShards
+
+    def fetch(self, restart_servers: Callable[[], object]) -> PyTree:
+        """Return the parameters as users know them; after an error call `restart_servers`, which may renew `stored`."""
+        shards = with_restarts(lambda: ray.get(self.stored.refs), restart_servers)
+        return replace(self.abstract, trees=shards).full()
+
+
+def with_restarts(call: Callable[[], Value], restart_servers: Callable[[], object]) -> Value:
+    """Return `call()`; while it fails, restart the servers that have died and call it again, at most `TRIES` times."""
+    for _ in range(TRIES):
+        try:
+            return call()
+        except RayError:
+            restart_servers()
+    return call()
 
 
 class JournalEntry(NamedTuple):
@@ -103,15 +112,13 @@ class JournalEntry(NamedTuple):
     grads: list[StoredGradient]
     pulled: StoredParams | None
     delay: int
-    sums: "list[ObjectRef]"
+    sums: list[ObjectRef]
 
 
 class ShardProcess:
     """One of several servers: its shard of the parameters, and the optimizer state of this shard."""
 
-    def __init__(self, begin_process: Callable[..., None], settings: dict[str, object], token: str, programs: bytes):
-        from ray import cloudpickle
-
+    def __init__(self, settings: dict[str, object], token: str, programs: bytes):
         begin_process(settings, devices=1, platform="cpu")
         self.token = token
         self.programs: Programs = cloudpickle.loads(programs)()
@@ -175,11 +182,11 @@ def _copy(leaf: np.ndarray) -> jax.Array:
     return jax.numpy.array(leaf, copy=True)
 
 
+@dataclass
 class RayServers:
     """The coordinator's handle of several servers: the `Mathematics` of their updates. Every call takes its lock.
 
-    Args:
-      begin_process: sets up JAX in a new process.
+    Attributes:
       settings: the settings that `begin_process` takes.
       token: the token of the run.
       programs: `programs() -> Programs`, pickled.
@@ -187,17 +194,14 @@ class RayServers:
       has_sums: `has_sums(shard)` of these programs.
     """
 
-    def __init__(
-        self,
-        begin_process: Callable[..., None],
-        settings: dict[str, object],
-        token: str,
-        programs: bytes,
-        servers: int,
-        has_sums: Callable[[PyTree], bool],
-    ):
-        self.begin_process, self.settings, self.token, self.programs = begin_process, settings, token, programs
-        self.servers, self.has_sums, self.sums_needed = servers, has_sums, False
+    settings: dict[str, object]
+    token: str
+    programs: bytes
+    servers: int
+    has_sums: Callable[[PyTree], bool]
+
+    def __post_init__(self):
+        self.sums_needed = False
         self.lock = threading.RLock()
         self.journal: list[JournalEntry] = []
         self.versions: weakref.WeakValueDictionary[int, StoredParams] = weakref.WeakValueDictionary()
@@ -206,56 +210,41 @@ class RayServers:
         self.snapshots: list[tuple[int, str, ObjectRef]] = []
         self.pending_snapshots: list[tuple[ObjectRef, ObjectRef]] = []
         self.version, self.nbytes = 0, 0
-        self.processes: list[Any] = [self._start() for _ in range(servers)]
+        self.processes: list[Any] = [self._start() for _ in range(self.servers)]
 
     def begin(self, params: PyTree) -> ServerArrays:
         """Send each server its shard."""
-        import ray
-
-        params = jax.device_get(jax.tree.map(copy_without_weak_type, params))
+        params = jax.device_get(copied(params))
         shards = shard(trained(params), self.servers)
-        abstract_shard = jax.eval_shape(lambda shard: shard, shards[0])
-        refs = [ray.put(tree) for tree in shards]
-        return self._begin(0, "begin", refs, abstract_shard, params, shapes_of(trained(params)))
+        return self._begin("begin", shards, ServerShards(shards, untrained(params), shapes_of(trained(params))))
 
     def adopt(self, arrays: ServerArrays) -> ServerArrays:
         """Send each server its shard of a checkpoint, which counts as update 0 from then on."""
-        import ray
-
         params, opt_state, rule_state = jax.device_get(arrays)
-        server_states = zip(params.trees, opt_state, rule_state, strict=True)
-        refs = [ray.put((0, *server_state)) for server_state in server_states]
-        abstract_shard = jax.eval_shape(lambda shard: shard, params.trees[0])
-        return self._begin(0, "adopt", refs, abstract_shard, params.rest, params.shapes)
+        return self._begin(
+            "adopt", [(0, *arrays) for arrays in zip(params.trees, opt_state, rule_state, strict=True)], params
+        )
 
-    def _begin(
-        self,
-        version: int,
-        method: str,
-        snapshot_refs: "list[ObjectRef]",
-        abstract_shard: PyTree,
-        params: PyTree,
-        shapes: Any,
-    ) -> ServerArrays:
+    def _begin(self, method: str, snapshots: Sequence[PyTree], params: ServerShards) -> ServerArrays:
+        snapshot_refs = [ray.put(snapshot) for snapshot in snapshots]
+        params = replace(params, trees=abstract(params.trees))
         with self.lock:
-            self.version, self.journal, self.pending_snapshots = version, [], []
-            self.snapshots = [(version, method, ref) for ref in snapshot_refs]
-            self.sums_needed = self.has_sums(abstract_shard)
-            self.nbytes = self.servers * sum(
-                leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_shard)
-            )
+            self.version, self.journal, self.pending_snapshots = 0, [], []
+            self.snapshots = [(0, method, ref) for ref in snapshot_refs]
+            self.sums_needed = self.has_sums(params.trees[0])
+            self.nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params.trees))
             pairs = zip(self.processes, snapshot_refs, strict=True)
             refs = [getattr(process, method).remote(self.token, ref) for process, ref in pairs]
-            stored = self.versions[version] = StoredParams(version, refs)
-        return RemoteParams(stored, untrained(params), abstract_shard, shapes), (), ()
+            stored = self.versions[0] = StoredParams(0, refs)
+        return RemoteParams(stored, params), (), ()
 
     def changed_by(self, update: Update, params: RemoteParams) -> PyTree:
         """Return shapes and dtypes of the trained parameters: an update changes all."""
-        return trained(abstract_params(ServerShards((params.abstract_shard,), params.untrained, params.shapes)))
+        return params.abstract.trained_types()
 
     def full_params(self, params: RemoteParams) -> PyTree:
         """Return the unsharded parameters, from all servers."""
-        return combine_leaves(unshard(self.fetch(params.stored), params.shapes), params.untrained)
+        return params.fetch(self.restart_lost_servers)
 
     def check(self, update: Update | None, params: RemoteParams, worker: int) -> Update:
         """Refuse an update whose gradient is not stored with every server."""
@@ -286,8 +275,6 @@ class RayServers:
 
     def copy(self, arrays: ServerArrays) -> ServerArrays:
         """Return the parameters and states of all servers, after the last update."""
-        import ray
-        from ray.exceptions import RayError
 
         def read_snapshots() -> list[Any]:
             snapshots = ray.get([process.snapshot.remote(self.token) for process in self.processes])
@@ -296,14 +283,13 @@ class RayServers:
             return snapshots
 
         with self.lock:
-            snapshots = self._with_restarts(read_snapshots)
+            snapshots = with_restarts(read_snapshots, self.restart_lost_servers)
         shards, opt_states, rule_states = zip(*(snapshot[1:] for _, snapshot in snapshots), strict=True)
         params: RemoteParams = arrays[0]
-        return ServerShards(tuple(shards), params.untrained, params.shapes), opt_states, rule_states
+        return replace(params.abstract, trees=shards), opt_states, rule_states
 
-    def hold(self, grads: "Sequence[ObjectRef]") -> StoredGradient:
+    def hold(self, grads: Sequence[ObjectRef]) -> StoredGradient:
         """Take a gradient over from its worker, which may die then; wait until every server has stored its range."""
-        import ray
 
         def store() -> StoredGradient:
             pairs = zip(self.processes, grads, strict=True)
@@ -311,30 +297,10 @@ class RayServers:
             ray.get([is_stored for is_stored, _ in answers])  # the gradients themselves stay in the object store
             return StoredGradient([ref for _, ref in answers], self.nbytes)
 
-        return self._with_restarts(store)
-
-    def fetch(self, stored: StoredParams) -> list[PyTree]:
-        """Return the shards of a version of the parameters."""
-        import ray
-
-        return self._with_restarts(lambda: ray.get(stored.refs))
-
-    def _with_restarts(self, call: Callable[[], Value]) -> Value:
-        """Return `call()`; while it fails, restart the servers that have died and call it again, at most `TRIES` times."""
-        from ray.exceptions import RayError
-
-        for _ in range(TRIES):
-            try:
-                return call()
-            except RayError:
-                self.restart_lost_servers()
-        return call()
+        return with_restarts(store, self.restart_lost_servers)
 
     def restart_lost_servers(self) -> None:
         """Restart the servers that have died from their snapshots, and repeat the updates that a server has not made."""
-        import ray
-        from ray.exceptions import RayActorError
-
         with self.lock:
             versions = []
             for i in range(self.servers):
@@ -360,15 +326,13 @@ class RayServers:
                         self.versions[entry.number].refs[i] = shard_ref
 
     def _start(self) -> Any:
-        import ray
-
         process = ray.remote(ShardProcess).options(num_cpus=1)
-        return process.remote(self.begin_process, self.settings, self.token, self.programs)
+        return process.remote(self.settings, self.token, self.programs)
 
-    def _sums(self, entry: JournalEntry, i: int) -> "ObjectRef":
+    def _sums(self, entry: JournalEntry, i: int) -> ObjectRef:
         return self.processes[i].sums.remote(*self._arguments(entry, i))
 
-    def _apply(self, entry: JournalEntry, i: int) -> "ObjectRef":
+    def _apply(self, entry: JournalEntry, i: int) -> ObjectRef:
         return self.processes[i].apply.remote(*self._arguments(entry, i), *entry.sums)
 
     def _arguments(self, entry: JournalEntry, i: int) -> list[Any]:
@@ -378,9 +342,6 @@ class RayServers:
 
     def _renew_snapshots(self) -> None:
         """Use the pending snapshots, forget the updates before them, and begin new snapshots."""
-        import ray
-        from ray.exceptions import RayError
-
         if self.pending_snapshots:
             try:
                 versions = ray.get([version for version, _ in self.pending_snapshots])
@@ -394,11 +355,8 @@ class RayServers:
         ]
 
 
-def _failed(ref: "ObjectRef") -> bool:
+def _failed(ref: ObjectRef) -> bool:
     """Wait for an object, and return whether its computation has failed."""
-    import ray
-    from ray.exceptions import RayError
-
     try:
         ray.get(ref)
         return False

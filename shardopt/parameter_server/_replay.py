@@ -1,6 +1,7 @@
 """Repeat a run from its log, on one thread, bit for bit."""
 
 import json
+from collections import Counter
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ from shardopt.core._block_model import LossFn
 from shardopt.core._errors import calling, format_error
 from shardopt.core._types import PyTree
 from shardopt.mesh import make_mesh
-from shardopt.parameter_server._log import Header, Log, Positions
+from shardopt.parameter_server._log import Header, Log
 from shardopt.parameter_server._run import BatchesOf, Compute
 from shardopt.parameter_server._server import Server, ServerSettings
 from shardopt.parameter_server._updates import digest
@@ -100,13 +101,13 @@ def replay_events(log: Log, server: Server, compute: Compute, params: PyTree) ->
         fix = "pass the same values in the same dtypes, or make them the same way."
         raise ValueError(format_error(CALLER, "the parameters are not those that the run began with.", fix=fix))
 
-    positions = Positions()
+    positions: Counter[int] = Counter()
     steps: dict[int, tuple[PyTree, PyTree]] = {}
     for number, recorded in enumerate(log):
         worker = recorded.worker
-        positions.record(recorded)
+        positions[worker] += recorded.ends_round
         if recorded.kind in ("join", "resume"):
-            compute.begin(worker, positions.of(worker))
+            compute.begin(worker, positions[worker])
             steps.pop(worker, None)
             state, event = (server.join if recorded.kind == "join" else server.resume)(state, worker)
         elif recorded.kind == "pull":

@@ -18,7 +18,7 @@ from shardopt.checkpoint._checkpoints import Checkpoints
 from shardopt.core._errors import CheckpointError, format_error
 from shardopt.core._types import PyTree, TrainState
 from shardopt.parameter_server._clock import PersistentMap, make_clock
-from shardopt.parameter_server._log import Event, Header, Log, Positions
+from shardopt.parameter_server._log import Event, Header, Log
 from shardopt.parameter_server._server import MakeServer, Server, ServerState
 from shardopt.parameter_server._updates import Update, check_params, digest
 from shardopt.parameter_server._views import Status, WorkerStats, summarize
@@ -139,6 +139,14 @@ class AsyncResult(NamedTuple):
     metrics: dict[str, Any]
 
 
+class ServerLostError(RuntimeError):
+    """The process of the server was killed, and there is no checkpoint to continue from."""
+
+
+class WorkersLostError(RuntimeError):
+    """Every worker was killed."""
+
+
 _IN_FLIGHT = 128
 """A number of updates that is larger than the number that a device has in flight at once."""
 
@@ -164,12 +172,13 @@ class Run:
         settings |= {"servers": server.servers} if server.servers > 1 else {}
         initial = None if params is None else digest(self.params)
         self.log = Log({**settings, **header, "initial": initial, "final": None})
-        self.positions, self.stats = Positions(), WorkerStats()
+        self.positions: Counter[int] = Counter()  # worker -> rounds of its data that it has finished
+        self.stats = WorkerStats()
         self.push_bytes = 0
         self.unsent: dict[int, jax.Array | float] = {}  # worker -> relative norm of its error memory
         self.lost_memory: dict[int, list[float]] = {}
-        self._history: list[Mapping[str, np.ndarray]] = []  # metrics of old updates, which are certainly computed
-        self._recent: list[Mapping[str, jax.Array]] = []  # metrics of later updates, which may be in flight
+        self.old_history: list[Mapping[str, np.ndarray]] = []  # metrics of old updates, which are certainly computed
+        self.recent_history: list[Mapping[str, jax.Array]] = []  # metrics of later updates, which may be in flight
 
     @property
     def params(self) -> PyTree:
@@ -215,7 +224,7 @@ class Run:
 
     def history(self, since: int = 0) -> list[Mapping[str, jax.Array | np.ndarray]]:
         """Return the metrics of each update after version `since`; the latest may still be in flight."""
-        return [*self._history[since:], *self._recent[max(0, since - len(self._history)) :]]
+        return [*self.old_history[since:], *self.recent_history[max(0, since - len(self.old_history)) :]]
 
     def finish(self, stopped: str, **more_metrics: object) -> AsyncResult:
         """Return the result of a run whose workers have all ended."""
@@ -230,17 +239,6 @@ class Run:
             metrics["lost_memory"] = dict(sorted(self.lost_memory.items()))
         return AsyncResult(params, self.log, metrics)
 
-    def restore(
-        self, state: ServerState, log: Log, history: Sequence[Mapping[str, np.ndarray]], unsent: Mapping[int, float]
-    ) -> None:
-        """Continue an earlier run; times continue from the last time in its log."""
-        self.unsent, self.lost_memory = dict(unsent), {}
-        last_time, now = log[len(log) - 1].time if len(log) else 0.0, self.now
-        start = now()
-        self.now = lambda: last_time + now() - start
-        self.state, self.log, self.positions, self.stats = state, log, Positions(log), WorkerStats(log)
-        self._history, self._recent = list(history), []
-
     def _drop_memory(self, worker: int) -> None:
         """Record the error memory of a worker as lost: the worker joins or resumes with an empty one."""
         if worker in self.unsent:
@@ -248,15 +246,15 @@ class Run:
 
     def _record(self, state: ServerState, event: Event, asked_at: float | None = None) -> Event:
         if state.version > self.state.version and state.metrics:
-            self._recent.append(state.metrics)
-            if len(self._recent) == 2 * _IN_FLIGHT:  # so that `device_get` does not wait for updates in flight
-                self._history += jax.device_get(self._recent[:_IN_FLIGHT])
-                del self._recent[:_IN_FLIGHT]
+            self.recent_history.append(state.metrics)
+            if len(self.recent_history) == 2 * _IN_FLIGHT:  # so that `device_get` does not wait for updates in flight
+                self.old_history += jax.device_get(self.recent_history[:_IN_FLIGHT])
+                del self.recent_history[:_IN_FLIGHT]
         now = self.now()
         event = event._replace(time=now, waited=0.0 if asked_at is None else now - asked_at)
         self.state = state
         self.log.append(event)
-        self.positions.record(event)
+        self.positions[event.worker] += event.ends_round
         self.stats.record(event)
         return event
 
@@ -315,8 +313,13 @@ def restore_run(caller: str, run: Run, snapshot: RunSnapshot) -> None:
     )
     log, history = _unpack(record["arrays"], saved)
     optimizer, rule = state.opt_state["optimizer"], state.opt_state["rule"]
-    restored = run.server.adopt(ServerState(state.params, optimizer, rule, int(state.step), clock))
-    run.restore(restored, log, history, dict(record.get("unsent", ())))
+    run.state = run.server.adopt(ServerState(state.params, optimizer, rule, int(state.step), clock))
+    run.log, run.stats, run.unsent, run.lost_memory = log, WorkerStats(log), dict(record.get("unsent", ())), {}
+    run.positions = Counter(event.worker for event in log if event.ends_round)
+    run.old_history, run.recent_history = list(history), []
+    last_time, now = log[len(log) - 1].time if len(log) else 0.0, run.now
+    start = now()
+    run.now = lambda: last_time + now() - start
 
 
 def load_snapshot(caller: str, checkpoints: Checkpoints, server: Server, params: PyTree, step: int) -> RunSnapshot:

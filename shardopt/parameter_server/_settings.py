@@ -1,5 +1,6 @@
 """Copy the JAX settings of one thread to another thread or process."""
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 
@@ -39,7 +40,11 @@ def settings_values() -> dict[str, object]:
     return {name: getattr(jax.config, name) for name in _THREAD_SETTINGS}
 
 
-def use_settings(values: dict[str, object]) -> None:
-    """Set the settings of this process."""
-    for name, value in values.items():
+def begin_process(settings: dict[str, object], *, devices: int, platform: str | None = None) -> None:
+    """Set up JAX in a new process with the settings of the caller's process; `devices` is the number of CPU devices."""
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
+    os.environ["XLA_FLAGS"] = " ".join([*flags, f"--xla_force_host_platform_device_count={devices}"])
+    if platform is not None:
+        jax.config.update("jax_platforms", platform)
+    for name, value in settings.items():
         jax.config.update(name, value)

@@ -1,7 +1,7 @@
 """Parameters and optimizer state that are sharded over several servers: each has an equal range of every leaf."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ from shardopt.parameter_server._apply import (
     Programs,
     Pushes,
     UpdateResult,
-    copy_without_weak_type,
     run_arguments,
     update_program,
 )
@@ -25,6 +24,7 @@ from shardopt.parameter_server._sparse import has_rows
 from shardopt.parameter_server._sums import AXIS
 from shardopt.parameter_server._updates import Update, check_update, trained, untrained
 from shardopt.parameter_server.rules import Rule
+from shardopt.step._inputs import copied
 from shardopt.transforms._shard_checks import check_elementwise
 
 CALLER = "parameter_server"
@@ -45,6 +45,16 @@ class ServerShards:
     trees: tuple[PyTree, ...]
     rest: PyTree
     shapes: tuple[tuple[int, ...], ...]
+
+    def full(self) -> PyTree:
+        """Return the unsharded parameters."""
+        return _combined(unshard(self.trees, self.shapes), self.rest)
+
+    def trained_types(self) -> PyTree:
+        """Return shapes and dtypes of the full trained leaves, with None for all others."""
+        leaves, treedef = jax.tree.flatten(self.trees[0])
+        full_leaves = [jax.ShapeDtypeStruct(s, leaf.dtype) for s, leaf in zip(self.shapes, leaves, strict=True)]
+        return treedef.unflatten(full_leaves)
 
 
 def shard(tree: PyTree, servers: int) -> tuple[PyTree, ...]:
@@ -89,21 +99,7 @@ def shapes_of(trained_params: PyTree) -> tuple[tuple[int, ...], ...]:
     return tuple(leaf.shape for leaf in jax.tree.leaves(trained_params))
 
 
-def abstract_params(params: ServerShards) -> PyTree:
-    """Return shapes and dtypes in place of the trained leaves, and the other leaves as they are."""
-    leaves, treedef = jax.tree.flatten(params.trees[0])
-    pairs = zip(params.shapes, leaves, strict=True)
-    trained_params = treedef.unflatten([jax.ShapeDtypeStruct(shape, leaf.dtype) for shape, leaf in pairs])
-    return combine_leaves(trained_params, params.rest)
-
-
-def full_params(params: ServerShards) -> PyTree:
-    """Return the unsharded parameters, on the device of the first server."""
-    device = _device_of(params.trees[0])
-    return combine_leaves(_unshard([_put(tree, device) for tree in params.trees], params.shapes), params.rest)
-
-
-def combine_leaves(trained_params: PyTree, untrained_params: PyTree) -> PyTree:
+def _combined(trained_params: PyTree, untrained_params: PyTree) -> PyTree:
     """Return all parameters, from the trained and the untrained ones."""
     is_none = lambda leaf: leaf is None  # noqa: E731
     return jax.tree.map(lambda a, b: b if a is None else a, trained_params, untrained_params, is_leaf=is_none)
@@ -123,13 +119,12 @@ class LocalServers:
     devices: Devices = ()
     has_sums: dict[Hashable, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
     copy = staticmethod(copy_states)
-    full_params = staticmethod(full_params)
 
     @calling(CALLER)
     def begin(self, params: PyTree) -> ServerArrays:
         """Return the shards of the parameters and the initial states of each server."""
         check_shardable(self.programs.tx, self.programs.rule, params, self.programs.servers)
-        params = jax.tree.map(copy_without_weak_type, params)
+        params = copied(params)
         trained_params = trained(params)
         trees = self._placed(_shard(trained_params, self.programs.servers))
         states = self._placed([self.programs.begin(tree) for tree in trees])  # zeros are made on the default device
@@ -139,19 +134,24 @@ class LocalServers:
     def adopt(self, arrays: ServerArrays) -> ServerArrays:
         """Place the shards and states from a checkpoint on the devices of the servers."""
         params, opt_state, rule_state = arrays
-        shards = ServerShards(self._placed(params.trees), params.rest, params.shapes)
+        shards = replace(params, trees=self._placed(params.trees))
         return shards, self._placed(opt_state), self._placed(rule_state)
 
     def changed_by(self, update: Update, params: ServerShards) -> PyTree:
         """Return shapes and dtypes of the trained parameters: an update changes all."""
-        return trained(abstract_params(params))
+        return params.trained_types()
+
+    def full_params(self, params: ServerShards) -> PyTree:
+        """Return the unsharded parameters, on the device of the first server."""
+        trees = jax.device_put(params.trees, _device_of(params.trees[0]))
+        return _combined(_unshard(trees, params.shapes), params.rest)
 
     def check(self, update: Update | None, params: ServerShards, worker: int) -> Update:
         """Return the update, or refuse it if it is sparse or does not match the parameters."""
         if isinstance(update, Update) and has_rows(update.grads):
             problem = f"a sparse push cannot be shared out over {self.programs.servers} servers."
             raise ValueError(format_error(CALLER, problem, fix="push dense gradients, or use one server."))
-        return check_update(update, trained(abstract_params(params)), worker)
+        return check_update(update, params.trained_types(), worker)
 
     def apply(
         self, arrays: ServerArrays, updates: Sequence[Update], pulled: ServerShards | None, delay: int
@@ -163,7 +163,9 @@ class LocalServers:
         for i, tree in enumerate(params.trees):
             device = _device_of(tree)
             shard_updates = [
-                _put(update._replace(grads=grads[i], rows=None, is_finite=None), device)._replace(rows=update.rows)
+                jax.device_put(update._replace(grads=grads[i], rows=None, is_finite=None), device)._replace(
+                    rows=update.rows
+                )
                 for update, grads in zip(updates, grad_shards, strict=True)
             ]
             pulled_shard = None if pulled is None else pulled.trees[i]
@@ -174,12 +176,12 @@ class LocalServers:
         server_sums = [jax.device_get(self.programs.sums(args)) for args in server_args] if self.has_sums[key] else []
         results = [self.programs.finish(server_sums, args) for args in server_args]
         trees, opt_states, rule_states, metrics = zip(*results, strict=True)
-        return UpdateResult(ServerShards(trees, params.rest, params.shapes), opt_states, rule_states, metrics[0])
+        return UpdateResult(replace(params, trees=trees), opt_states, rule_states, metrics[0])
 
     def _placed(self, trees: Sequence[PyTree]) -> tuple[PyTree, ...]:
         if not self.devices:
             return tuple(trees)
-        return tuple(_put(tree, self.devices[i % len(self.devices)]) for i, tree in enumerate(trees))
+        return tuple(jax.device_put(tree, self.devices[i % len(self.devices)]) for i, tree in enumerate(trees))
 
 
 def check_shardable(tx: optax.GradientTransformation, rule: Rule, params: PyTree, servers: int) -> None:
@@ -222,10 +224,6 @@ def check_shardable(tx: optax.GradientTransformation, rule: Rule, params: PyTree
             'so.transforms.clip_by_global_norm(max_norm, "servers", split=True); or servers=1, which takes any optimizer.'
         )
         raise ValueError(error_text(problem, fix=fix)) from error
-
-
-def _put(tree: PyTree, device: Any) -> PyTree:
-    return jax.device_put(tree, device)
 
 
 def _device_of(tree: PyTree) -> Any:

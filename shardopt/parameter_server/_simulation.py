@@ -4,6 +4,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
@@ -212,29 +213,27 @@ class Step(NamedTuple):
     batch: PyTree
 
 
+@dataclass
 class EventLoop:
     """A simulation: a queue of events in virtual time, and the `run` that they change, which must be set before use."""
 
-    run: Run
+    workers: Sequence[SimulatedWorker]
+    transfers: Sequence[tuple[float, float]]
+    compute: Compute
+    server_seconds: float
+    seed: int
+    run: Run = field(init=False)
 
-    def __init__(
-        self,
-        workers: Sequence[SimulatedWorker],
-        transfers: Sequence[tuple[float, float]],
-        compute: Compute,
-        server_seconds: float,
-        seed: int,
-    ):
-        self.now, self.workers, self.transfers = 0.0, workers, transfers
-        self.compute, self.server_seconds = compute, server_seconds
-        self.generators = [np.random.default_rng([seed, worker]) for worker in range(len(workers))]
-        self.incarnations = [0] * len(workers)  # counts deaths: messages of an earlier incarnation are lost
+    def __post_init__(self):
+        self.now = 0.0
+        self.generators = [np.random.default_rng([self.seed, worker]) for worker in range(len(self.workers))]
+        self.incarnations = [0] * len(self.workers)  # counts deaths: messages of an earlier incarnation are lost
         self.steps: dict[int, Step] = {}
         self.asked_at: dict[int, float] = {}  # worker between steps -> time since which it asks, in the order of asking
         self.server_free_at = 0.0
         self.num_scheduled = 0
         self.queue: list[tuple[float, int, int, int, int]] = []
-        for worker, simulated_worker in enumerate(workers):
+        for worker, simulated_worker in enumerate(self.workers):
             for start, end in simulated_worker.availability:
                 self.schedule(start, _JOIN, worker, 0)
                 if end < math.inf:
@@ -257,7 +256,7 @@ class EventLoop:
             slowest = self.run.state.clock.slowest
             if kind == _JOIN:
                 self.run.join(worker)
-                self.compute.begin(worker, self.run.positions.of(worker))
+                self.compute.begin(worker, self.run.positions[worker])
                 self.asked_at[worker] = self.now
                 self.ask(worker)
             elif kind == _DIE:

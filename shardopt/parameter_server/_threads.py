@@ -1,11 +1,11 @@
 """Workers as threads of this process, each on its own devices."""
 
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from shardopt.parameter_server._callbacks import Callbacks
-from shardopt.parameter_server._coordinator import Coordinator
+from shardopt.parameter_server._coordinator import Coordinator, CoordinatorClient
 from shardopt.parameter_server._run import AsyncResult, Compute, Job, Run, RunSpec, take_snapshot
 from shardopt.parameter_server._server import Server
 from shardopt.parameter_server._settings import capture_settings
@@ -40,12 +40,15 @@ def run_threads(caller: str, coordinator: Coordinator, compute: Compute, watch: 
     `watch(coordinator)` handles milestones on the caller's thread until all workers have ended. An error that a worker
     raised is raised here, with its traceback and a note that names the worker.
     """
+    if coordinator.is_over():
+        return
     settings, errors = capture_settings(), []
+    client = CoordinatorClient(coordinator.enter, coordinator.pull, coordinator.push)
 
     def work(worker: int) -> None:
         try:
             with settings():
-                run_worker(coordinator, compute, worker)
+                run_worker(client, compute, worker)
         except BaseException as error:  # it is raised again on the caller's thread
             steps = coordinator.run.state.clock.steps
             at_step = f" at its step {steps[worker]}" if worker in steps else ""
@@ -56,20 +59,13 @@ def run_threads(caller: str, coordinator: Coordinator, compute: Compute, watch: 
             coordinator.worker_ended(worker)
 
     workers = sorted(coordinator.running_workers)
-    threads = [threading.Thread(target=work, args=(worker,), name=f"shardopt-worker-{worker}") for worker in workers]
-    if coordinator.is_over():
-        return
-    try:
-        for thread in threads:
-            thread.start()
-        watch(coordinator)
-        for thread in threads:
-            thread.join()
-    except BaseException:  # Ctrl-C reaches the main thread only
-        coordinator.stop("failed")
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
-        raise
+    with ThreadPoolExecutor(len(workers), thread_name_prefix="shardopt-worker") as threads:
+        try:
+            ended = [threads.submit(work, worker) for worker in workers]
+            watch(coordinator)
+            wait(ended)
+        except BaseException:  # Ctrl-C reaches the main thread only
+            coordinator.stop("failed")
+            raise
     if errors:
         raise errors[0]

@@ -1,6 +1,5 @@
 """Views of a run: the summary, the timeline and the plot of its log, and the current activity of its workers."""
 
-import os
 import sys
 import time
 from collections import Counter
@@ -9,7 +8,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from shardopt.core._errors import calling, format_error
-from shardopt.core._extras import is_installed, require
+from shardopt.core._extras import is_installed
+from shardopt.core._figures import FilePath, new_figure, saved
 from shardopt.parameter_server._log import Event
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def summarize(log: Iterable[Event]) -> dict[str, Any]:
         kinds[event.kind] += 1
         seconds, updates = event.time, event.version
         workers.add(event.worker)
-        if event.kind in ("push", "refuse"):
+        if event.ends_round:
             staleness[event.staleness] += 1
             delay[event.delay] += 1
     seconds_doing = {doing: dict.fromkeys(sorted(workers), 0.0) for doing in ("wait", "step", "data", "lost")}
@@ -138,9 +138,7 @@ _INK, _IDLE = "#22272e", "#eceef2"
 _MAX_ROWS = 64  # more rows cannot be told apart
 
 
-def plot_timeline(
-    log: Iterable[Event], path: str | os.PathLike[str] | None = None, *, until: float | None = None
-) -> "Figure":
+def plot_timeline(log: Iterable[Event], path: FilePath = None, *, until: float | None = None) -> "Figure":
     """Plot the periods in which each worker computed or waited.
 
     Args:
@@ -161,11 +159,6 @@ def plot_timeline(
       '3 updates in 3 s, 2 workers'
     """
     events, caller = list(log), "plot_timeline"
-    with calling(caller):
-        require("matplotlib", extra="plot")
-    from matplotlib.figure import Figure  # not pyplot: no backend, no window, nothing to close
-    from matplotlib.patches import Patch
-
     workers = sorted({event.worker for event in events})
     if not events:
         raise ValueError(f"{caller}: the log has no events.")
@@ -174,7 +167,10 @@ def plot_timeline(
         raise ValueError(format_error(caller, problem, fix="pick some: [event for event in log if event.worker < 32]."))
     summary, segments = summarize(events), timeline(events)
     end = summary["seconds"] if until is None else until
-    figure = Figure(figsize=(11, 0.34 * len(workers) + 1.5), dpi=160, layout="constrained")
+    with calling(caller):
+        figure = new_figure(11, 0.34 * len(workers) + 1.5)
+    from matplotlib.patches import Patch
+
     axes = figure.add_subplot()
     for row, worker in enumerate(workers):
         axes.broken_barh([(0, end)], (row - 0.4, 0.8), facecolor=_IDLE, zorder=0)
@@ -186,9 +182,7 @@ def plot_timeline(
     handles = [Patch(facecolor=color, label=_NAMES[doing]) for doing, color in _COLORS.items()]
     handles.append(Patch(facecolor=_IDLE, label="not there"))
     figure.legend(handles=handles, loc="outside lower left", ncols=5, frameon=False, fontsize=8, labelcolor=_INK)
-    if path is not None:
-        figure.savefig(path)
-    return figure
+    return saved(figure, path)
 
 
 def _style_axes(axes: "Axes", workers: list[int], summary: dict[str, Any], end: float) -> None:
@@ -263,7 +257,7 @@ class WorkerStats:
         stats = self._stats.get(worker) or WorkerStatus(worker, "", 0.0, 0, 0, 0, 0.0)
         self._last_event[worker] = event
         self._stats[worker] = stats._replace(
-            clock=event.clock + (kind in ("push", "refuse")),
+            clock=event.clock + event.ends_round,
             staleness=event.staleness if kind == "pull" else stats.staleness,
             pushes=stats.pushes + (kind == "push"),
             waited=stats.waited + event.waited,

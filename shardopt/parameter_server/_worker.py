@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,11 @@ from shardopt.core._block_model import LossFn, as_block_model, call, run_blocks,
 from shardopt.core._errors import NotSeparableError, calling, error_text, format_error
 from shardopt.core._types import PyTree, abstract, leaves_with_paths
 from shardopt.losses._batch_dims import num_rows, resized, row_counts, row_dim
+from shardopt.losses._loss import step_key
 from shardopt.losses._parts import LossParts, loss_parts
 from shardopt.losses._separable import Cut, LossCall, find_mixing, find_trained_weight
 from shardopt.mesh import make_mesh, on_mesh
+from shardopt.parameter_server._coordinator import CoordinatorClient, WorkerTask
 from shardopt.parameter_server._run import BatchesOf, Compute, RunSpec
 from shardopt.parameter_server._server import ServerSettings
 from shardopt.parameter_server._settings import capture_settings
@@ -35,16 +37,11 @@ from shardopt.reducers._reducer import check_reducer
 from shardopt.step._batches import as_arrays
 from shardopt.step._inputs import check_batch, check_keys, place_batch
 
-if TYPE_CHECKING:
-    from shardopt.parameter_server._coordinator import WorkerTask
-    from shardopt.parameter_server._ray_groups import CoordinatorClient
-
-
 WorkerDevices = Sequence[Mesh] | Sequence[int]
 """The mesh of each worker, or the number of devices of each worker's process."""
 
 
-def run_worker(coordinator: "CoordinatorClient", compute: Compute, worker: int, incarnation: int = 0) -> None:
+def run_worker(coordinator: CoordinatorClient, compute: Compute, worker: int, incarnation: int = 0) -> None:
     """Run a worker through all its periods of availability; `incarnation` is the number of its restarts.
 
     With `compute.ahead` it takes the first steps of a round while its pull and the previous push travel.
@@ -56,7 +53,7 @@ def run_worker(coordinator: "CoordinatorClient", compute: Compute, worker: int, 
         with settings():
             return coordinator.push(worker, incarnation, update, version)
 
-    def pull(pushed: "Future[bool] | None", ready: bool) -> "WorkerTask | None":
+    def pull(pushed: Future[bool] | None, ready: bool) -> WorkerTask | None:
         if pushed is not None and not pushed.result():  # `wire` has one thread, so the push has ended
             return None
         with settings():
@@ -292,10 +289,10 @@ def _check_mean(config: StrategyConfig, params: PyTree, batch: PyTree, num_worke
 
 
 def _program(config: StrategyConfig) -> Callable[..., Update]:
-    caller, loss_fn = config.strategy, config.loss.loss_fn
+    caller = config.strategy
 
     def program(params: PyTree, batch: PyTree, rng: jax.Array, worker: jax.Array, clock: jax.Array) -> Update:
-        key = _key(loss_fn, rng, worker, clock)
+        key = step_key(config, clock, jnp.asarray(rng), 0, device=worker)
 
         def loss_total(trained_params: PyTree) -> tuple[jax.Array, LossParts]:
             parts = _loss(config, replace_trained(params, trained_params), batch, key)
@@ -326,13 +323,6 @@ def _loss(config: StrategyConfig, params: PyTree, batch: PyTree, key: jax.Array 
     if model is not None:
         return loss_parts(config.strategy, run_blocks(model, params, batch, key), rows)
     return loss_parts(config.strategy, call(config.loss.loss_fn, key, 0, params, batch), rows)
-
-
-def _key(loss_fn: LossFn, rng: jax.Array, worker: jax.Array, clock: jax.Array) -> jax.Array | None:
-    if not takes_rng(loss_fn):
-        return None
-    key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(rng)), clock)
-    return jax.random.fold_in(jax.random.fold_in(key, worker), 0)
 
 
 def to_device(update: Update, device: Any) -> Update:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from shardopt.core._tables import aligned
 from shardopt.core._types import PyTree, TrainState, leaves_with_paths
 from shardopt.mesh import spec_axes
 from shardopt.partition._plan import LeafPlan, data_dim, shard_axes
@@ -165,8 +166,7 @@ class Report(NamedTuple):
             )
             for row in self.rows
         ]
-        widths = [max(len(line[i]) for line in table) for i in range(len(head))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
+        lines = aligned(table)
         lines += [
             f"optimizer state {leaf.path} {list(leaf.shape)}, {leaf.bytes:,} bytes, stays replicated: {leaf.because}"
             for leaf in self.replicated_state
@@ -175,7 +175,7 @@ class Report(NamedTuple):
         lines += [] if self.layouts is None else [str(self.layouts)]
         lines += [self.view] * bool(self.view)
         total = f"each device holds {self.params_bytes:,} bytes of parameters, {self.opt_state_bytes:,} of state"
-        return "\n".join(line.rstrip() for line in [*lines, total])
+        return "\n".join([*lines, total])
 
 
 def report(

@@ -1,12 +1,11 @@
 """Draw a schedule: one row per stage, with time to the right."""
 
-import os
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardopt.core._errors import calling
-from shardopt.core._extras import require
+from shardopt.core._figures import FilePath, new_figure, saved
 from shardopt.pipeline._ticks import Ticks
 from shardopt.pipeline._timing import Pace, PassTimes, own_pace, program_begins
 
@@ -26,23 +25,14 @@ _WIDTH_RANGE = 6.5, 60.0
 
 
 @calling("plot")
-def plot(
-    ticks: Ticks,
-    times: PassTimes,
-    pace: Pace,
-    heading: tuple[str, str],
-    path: str | os.PathLike[str] | None,
-) -> "Figure":
+def plot(ticks: Ticks, times: PassTimes, pace: Pace, heading: tuple[str, str], path: FilePath) -> "Figure":
     """Draw the lockstep program, or stages at their own pace; see `Schedule.plot`."""
-    require("matplotlib", extra="plot")
-    from matplotlib.figure import Figure  # not pyplot: no backend, no window, nothing to close
-
     lefts, edges = _lockstep_boxes(ticks, times) if pace == "lockstep" else _own_pace_boxes(ticks, times)
     # a pass of one unit has the same width on every picture
     unit = sum(map(sum, times.passes.values())) / (3 * len(ticks.stage_of)) or 1.0
     inches = (_PASS_INCHES if ticks.num_chunks == 1 else _CHUNK_INCHES) * edges[-1] / unit
     width = float(np.clip(inches, *_WIDTH_RANGE))
-    figure = Figure(figsize=(width + 0.9, 0.36 * ticks.num_stages + 1.4), dpi=160, layout="constrained")
+    figure = new_figure(width + 0.9, 0.36 * ticks.num_stages + 1.4)
     axes = figure.add_subplot()
     _draw_background(axes, ticks, edges, "tick" if len(edges) > 2 else "time")
     _draw_passes(axes, ticks, times, lefts, inches=width / edges[-1])
@@ -55,9 +45,7 @@ def plot(
     axes.annotate(heading[1], (0, 1), (0, 20), "axes fraction", "offset points", color=_INK, fontsize=8)
     legend_position = {"loc": "upper left", "bbox_to_anchor": (0, -0.02), "borderaxespad": 0, "borderpad": 0.4}
     axes.legend(handles=_legend(ticks), **legend_position, ncols=6, frameon=False, fontsize=8, labelcolor=_INK)
-    if path is not None:
-        figure.savefig(path)
-    return figure
+    return saved(figure, path)
 
 
 def _lockstep_boxes(ticks: Ticks, times: PassTimes) -> tuple[dict[str, np.ndarray], np.ndarray]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardopt.core._errors import calling, plural
+from shardopt.core._tables import aligned
 from shardopt.pipeline import _timing as timing
 from shardopt.pipeline._check import check
 from shardopt.pipeline._ticks import LETTERS, Slots, Table, Ticks, as_table, num_live, shifts, tick_table
@@ -302,6 +303,4 @@ def _grid(ticks: Ticks) -> list[str]:
                 cells[ticks.stage_of[v]][tick] += f"{LETTERS[kind]}{m}{chunk}"
     columns = [["tick", *(f"stage {stage}" for stage in range(ticks.num_stages))]]
     columns += [[str(tick), *(row[tick] or "." for row in cells)] for tick in range(ticks.num_ticks)]
-    widths = [max(map(len, column)) for column in columns]
-    padded = [[cell.ljust(width) for cell in column] for column, width in zip(columns, widths, strict=True)]
-    return ["  ".join(line).rstrip() for line in zip(*padded, strict=True)]
+    return aligned(list(zip(*columns, strict=True)))

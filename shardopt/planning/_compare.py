@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Compiled, Lowered
 
 from shardopt.core._errors import calling, error_text
+from shardopt.core._tables import aligned, source_and_name
 from shardopt.core._types import PyTree
 from shardopt.hlo._hlo_text import Instruction, operands
 from shardopt.hlo._program import CanLower, audit, read_program
@@ -89,7 +90,8 @@ class Comparison(NamedTuple):
             for x in self.collectives
         ]
         operation_rows = [
-            (*_cells(x.predicted, x.measured, x.calls), x.name, _where(x.source, x.op_name)) for x in self.operations
+            (*_cells(x.predicted, x.measured, x.calls), x.name, source_and_name(x.source, x.op_name))
+            for x in self.operations
         ]
         step = f"{self.program}: operations of {self.measured * 1e3:.3f} ms measured"
         step += "" if self.predicted is None else f", a step of {self.predicted * 1e3:.3f} ms predicted"
@@ -284,17 +286,5 @@ def _cells(predicted: float | None, measured: float | None, calls: float) -> tup
     return text(predicted), text(measured), ratio, f"{calls:g}"
 
 
-def _where(source: str, op_name: str) -> str:
-    file = "/".join(source.split("/")[-2:])
-    return " ".join(part for part in (file, op_name if len(op_name) <= 60 else f"...{op_name[-57:]}") if part)
-
-
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if i < 4 else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    return aligned(rows, lambda column, _: column < 4)

@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Compiled, Lowered
 
 from shardopt.core._errors import calling, error_text, format_error
+from shardopt.core._tables import aligned, source_and_name
 from shardopt.core._types import PyTree
 from shardopt.hlo._hlo_text import Instruction
 from shardopt.hlo._program import CanLower, Program, read_program
@@ -99,26 +100,15 @@ class StepSeconds(NamedTuple):
             name += f" ({operation.basis})" if operation.basis else ""
             share = operation.seconds / self.total if self.total else 0.0
             rows.append(
-                (f"{operation.seconds * 1e3:.3f}", f"{share:.1%}", str(operation.calls), name, _origin(operation))
+                (
+                    f"{operation.seconds * 1e3:.3f}",
+                    f"{share:.1%}",
+                    str(operation.calls),
+                    name,
+                    source_and_name(operation.source, operation.op_name),
+                )
             )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(
-                [*(cell.rjust(w) for cell, w in zip(row[:3], widths[:3], strict=True)), row[3].ljust(widths[3]), row[4]]
-            )
-            for row in rows
-        ]
-        return "\n".join([sums, *(line.rstrip() for line in lines), *self.notes])
-
-
-def _origin(operation: Operation) -> str:
-    """Return the end of the path and the end of the jax name, which are the most specific parts."""
-    file = "/".join(operation.source.split("/")[-2:])
-    return " ".join(
-        part
-        for part in (file, operation.op_name if len(operation.op_name) <= 60 else f"...{operation.op_name[-57:]}")
-        if part
-    )
+        return "\n".join([sums, *aligned(rows, lambda column, _: column < 3), *self.notes])
 
 
 @calling("step_seconds")

@@ -8,8 +8,7 @@ from jaxtyping import Float
 
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, error_text, format_error
-from shardopt.core._extras import require
-from shardopt.planning._plots import Path, saved
+from shardopt.core._figures import FilePath, new_figure, saved
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -174,7 +173,9 @@ def _slowdown(loads: np.ndarray, expert_devices: list[list[int]], devices: int) 
 
 
 @calling("plot_expert_loads")
-def plot_expert_loads(loads: Float[np.ndarray, "S L E"], *, devices: int | None = None, path: Path = None) -> "Figure":
+def plot_expert_loads(
+    loads: Float[np.ndarray, "S L E"], *, devices: int | None = None, path: FilePath = None
+) -> "Figure":
     """Draw the loads of experts over time: one panel per layer, one line per expert, white for an equal share.
 
     Args:
@@ -188,16 +189,13 @@ def plot_expert_loads(loads: Float[np.ndarray, "S L E"], *, devices: int | None 
     Raises:
       ValueError: if loads are not [steps, layers, experts].
     """
-    require("matplotlib", extra="plot")
-    from matplotlib.figure import Figure
-
     loads = np.asarray(loads, float)
     if loads.ndim != 3 or not loads.size:
         problem = f"loads must be [steps, layers, experts], got {loads.shape}."
         raise ValueError(format_error("plot_expert_loads", problem))
     steps, layers, experts = loads.shape
     relative = loads * experts / np.maximum(loads.sum(axis=2, keepdims=True), 1e-30)
-    figure = Figure(figsize=(9, 1.0 + 1.1 * layers), dpi=160, layout="constrained")
+    figure = new_figure(9, 1.0 + 1.1 * layers)
     panels = figure.subplots(layers, 1, sharex=True, squeeze=False)[:, 0]
     images = []
     for layer, axes in enumerate(panels):

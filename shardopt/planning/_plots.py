@@ -1,11 +1,10 @@
 """Plots: memory and traffic of plans, the timeline of a compiled step, and the placement of leaves on a mesh."""
 
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardopt.core._errors import calling, format_error, plural
-from shardopt.core._extras import require
+from shardopt.core._figures import FilePath, new_figure, saved
 from shardopt.core._types import PyTree
 from shardopt.mesh import spec_axes
 from shardopt.planning._compiled_time import StepSeconds
@@ -15,8 +14,6 @@ from shardopt.step._optimizer import ShardedOptimizer
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-Path = str | os.PathLike[str] | None
 
 _MEMORY = {
     "params": ("parameters", "#33608c"),
@@ -38,7 +35,7 @@ _INK, _LINE = "#22272e", "#9aa2ad"
 _MAX_BARS, _MAX_BOXES = 40, 64
 
 
-def plot_memory(predictions: Sequence[Prediction], *, limit: float | None = None, path: Path = None) -> "Figure":
+def plot_memory(predictions: Sequence[Prediction], *, limit: float | None = None, path: FilePath = None) -> "Figure":
     """Draw the bytes per device as stacked bars, one bar per layout, one colour per purpose.
 
     Args:
@@ -57,7 +54,7 @@ def plot_memory(predictions: Sequence[Prediction], *, limit: float | None = None
     return saved(figure, path)
 
 
-def plot_traffic(predictions: Sequence[Prediction], *, path: Path = None) -> "Figure":
+def plot_traffic(predictions: Sequence[Prediction], *, path: FilePath = None) -> "Figure":
     """Draw the bytes that a device sends in a step as stacked bars, one bar per layout, one colour per mesh axis.
 
     Args:
@@ -72,7 +69,7 @@ def plot_traffic(predictions: Sequence[Prediction], *, path: Path = None) -> "Fi
     return saved(figure, path)
 
 
-def plot_plans(predictions: Sequence[Prediction], *, limit: float | None = None, path: Path = None) -> "Figure":
+def plot_plans(predictions: Sequence[Prediction], *, limit: float | None = None, path: FilePath = None) -> "Figure":
     """Draw memory and traffic side by side.
 
     Args:
@@ -126,27 +123,17 @@ def _bars(
 
 @calling("plot")
 def _figure(predictions: Sequence[Prediction], *, columns: int) -> tuple["Figure", list["Axes"]]:
-    require("matplotlib", extra="plot")
-    from matplotlib.figure import Figure  # not pyplot, which chooses a backend and must be closed
-
     if not 1 <= len(predictions) <= _MAX_BARS:
         problem = f"there are {len(predictions)} predictions to draw."
         raise ValueError(
             format_error("plot", problem, fix=f"pass between 1 and {_MAX_BARS}, such as plans.ranked[:10].")
         )
-    figure = Figure(figsize=(4.4 + 4.2 * columns, 1.7 + 0.38 * len(predictions)), dpi=160, layout="constrained")
+    figure = new_figure(4.4 + 4.2 * columns, 1.7 + 0.38 * len(predictions))
     return figure, [figure.add_subplot(1, columns, column + 1) for column in range(columns)]
 
 
-def saved(figure: "Figure", path: Path) -> "Figure":
-    """Save the figure if there is a path, and return it."""
-    if path is not None:
-        figure.savefig(path)
-    return figure
-
-
 @calling("plot_timeline")
-def plot_timeline(step: StepSeconds, *, path: Path = None) -> "Figure":
+def plot_timeline(step: StepSeconds, *, path: FilePath = None) -> "Figure":
     """Draw the timeline of a compiled step: computation and waiting of the TensorCore, and transfers of each mesh axis.
 
     Args:
@@ -159,16 +146,13 @@ def plot_timeline(step: StepSeconds, *, path: Path = None) -> "Figure":
     Raises:
       ValueError: if the program holds no estimates.
     """
-    require("matplotlib", extra="plot")
-    from matplotlib.figure import Figure
-
     if step.total is None:
         fix = "compile for a TPU, such as with so.aot."
         raise ValueError(format_error("plot_timeline", f"there is no timeline: {step.reason}", fix=fix))
     core = {"compute": "#33608c", "exposed": "#c0392b"}
     transfers = sorted({span.where for span in step.spans} - core.keys())
     rows = dict.fromkeys(core, 0) | {name: row for row, name in enumerate(transfers, 1)}
-    figure = Figure(figsize=(11, 1.5 + 0.5 * (1 + len(transfers))), dpi=160, layout="constrained")
+    figure = new_figure(11, 1.5 + 0.5 * (1 + len(transfers)))
     axes = figure.add_subplot()
     for name, row in rows.items():
         bars = [(span.start * 1e3, (span.end - span.start) * 1e3) for span in step.spans if span.where == name]
@@ -186,7 +170,7 @@ def plot_timeline(step: StepSeconds, *, path: Path = None) -> "Figure":
 
 
 @calling("plot_placement")
-def plot_placement(opt: ShardedOptimizer, abstract_params: PyTree = None, *, path: Path = None) -> "Figure":
+def plot_placement(opt: ShardedOptimizer, abstract_params: PyTree = None, *, path: FilePath = None) -> "Figure":
     """Draw the placement of each parameter leaf on the mesh: one row per leaf, one strip per axis that shards it.
 
     The boxes of the last strip are the shards. A grey row is replicated on every device. The text next to a row says
@@ -200,12 +184,9 @@ def plot_placement(opt: ShardedOptimizer, abstract_params: PyTree = None, *, pat
     Returns:
       A matplotlib figure.
     """
-    require("matplotlib", extra="plot")
-    from matplotlib.figure import Figure
-
     rows = (opt.config.report() if abstract_params is None else opt.config.report(abstract_params)).rows
     shape = dict(opt.mesh.shape)
-    figure = Figure(figsize=(10, 1.2 + 0.36 * len(rows)), dpi=160, layout="constrained")
+    figure = new_figure(10, 1.2 + 0.36 * len(rows))
     axes = figure.add_subplot()
     for i, row in enumerate(rows):
         names = spec_axes(row.params)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardopt.core._arguments import check_count, check_number
@@ -156,7 +157,7 @@ def plan_recovery(
     for count in counts:
         check_islands(count, chips)
     fixed = _Periods(save_every, snapshot_every)
-    recoveries = [_best_spares(failures, chips, count, spares, fixed, step_seconds) for count in counts]
+    recoveries = [_Run(failures, chips, count, step_seconds).best(spares, fixed) for count in counts]
     return max(recoveries, key=lambda recovery: recovery.goodput)
 
 
@@ -194,47 +195,6 @@ class _Periods(NamedTuple):
     snapshot: float | None
 
 
-def _best_spares(
-    failures: Failures,
-    chips: int,
-    islands: int,
-    spares: int | None,
-    fixed: _Periods,
-    step_seconds: float | None,
-) -> Recovery:
-    """Return the recovery with the number of spares that has the highest goodput, if `spares` is None."""
-    periods = _periods(failures, chips, islands, fixed, step_seconds)
-    if spares is not None:
-        return predict(failures, chips, islands, spares, periods, step_seconds)
-    best = predict(failures, chips, islands, 0, periods, step_seconds)
-    # each further spare helps less and costs the same
-    while (
-        with_one_more := predict(failures, chips, islands, best.spares + 1, periods, step_seconds)
-    ).goodput > best.goodput:
-        best = with_one_more
-    return best
-
-
-def _wide(failures: Failures, islands: int, has_snapshots: bool) -> float:
-    """Return the share of failures that only a checkpoint survives."""
-    return failures.wide if islands > 1 or has_snapshots else 1.0
-
-
-def _periods(failures: Failures, chips: int, islands: int, fixed: _Periods, step_seconds: float | None) -> _Periods:
-    """Return the best periods of copies, in whole steps, or the given ones."""
-    has_snapshots = islands == 1 and failures.snapshot is not None
-    rate, wide = chips / failures.mtbf, _wide(failures, islands, has_snapshots)
-    snapshot_every = fixed.snapshot
-    if has_snapshots and snapshot_every is None:
-        assert failures.snapshot is not None
-        snapshot_every = _rounded(best_period(failures.snapshot, max(1 - wide, 1e-12) * rate), step_seconds)
-    save_every = fixed.save
-    if wide > 0 and save_every is None:
-        narrow = _narrow(failures, rate, wide, islands, snapshot_every)
-        save_every = _rounded(best_period(failures.save, wide * rate) / narrow.run, step_seconds)
-    return _Periods(save_every, snapshot_every)
-
-
 class _Narrow(NamedTuple):
     """For a second of steps that count: what failures cost that a copy in memory survives.
 
@@ -249,18 +209,125 @@ class _Narrow(NamedTuple):
     failures: float
 
 
-def _narrow(failures: Failures, rate: float, wide: float, islands: int, snapshot_every: float | None) -> _Narrow:
-    island_rate = (1 - wide) * rate / islands
-    if islands > 1:
-        period, wait = failures.exchange, 0.0
-    elif snapshot_every is not None and failures.snapshot is not None:
-        period, wait = snapshot_every, failures.snapshot
-    else:
-        return _Narrow(1.0, 0.0, 0.0)
-    if period == 0:
-        return _Narrow(1.0, 0.0, island_rate)
-    run, count = _attempts(period + wait, island_rate)
-    return _Narrow(run / period, _attempts(wait, island_rate)[0] / period, count / period)
+@dataclass(frozen=True)
+class _Run:
+    """A job with a number of islands; `step_seconds` is None if periods need not be whole steps."""
+
+    failures: Failures
+    chips: int
+    islands: int
+    step_seconds: float | None
+
+    @property
+    def rate(self) -> float:
+        """Failures per second of all chips together."""
+        return self.chips / self.failures.mtbf
+
+    def best(self, spares: int | None, fixed: _Periods) -> Recovery:
+        """Return the recovery with the number of spares that has the highest goodput, if `spares` is None."""
+        periods = self.periods(fixed)
+        if spares is not None:
+            return self.recovery(spares, periods)
+        best = self.recovery(0, periods)
+        # each further spare helps less and costs the same
+        while (with_one_more := self.recovery(best.spares + 1, periods)).goodput > best.goodput:
+            best = with_one_more
+        return best
+
+    def wide(self, has_snapshots: bool) -> float:
+        """Return the share of failures that only a checkpoint survives."""
+        return self.failures.wide if self.islands > 1 or has_snapshots else 1.0
+
+    def periods(self, fixed: _Periods) -> _Periods:
+        """Return the best periods of copies, in whole steps, or the given ones."""
+        snapshot = self.failures.snapshot if self.islands == 1 else None
+        wide, (save_every, snapshot_every) = self.wide(snapshot is not None), fixed
+        if snapshot is not None and snapshot_every is None:
+            snapshot_every = _rounded(best_period(snapshot, max(1 - wide, 1e-12) * self.rate), self.step_seconds)
+        if wide > 0 and save_every is None:
+            run = self.narrow(wide, snapshot_every).run
+            save_every = _rounded(best_period(self.failures.save, wide * self.rate) / run, self.step_seconds)
+        return _Periods(save_every, snapshot_every)
+
+    def narrow(self, wide: float, snapshot_every: float | None) -> _Narrow:
+        """Return what failures cost that a copy in memory survives."""
+        island_rate = (1 - wide) * self.rate / self.islands
+        if self.islands > 1:
+            period, wait = self.failures.exchange, 0.0
+        elif snapshot_every is not None and self.failures.snapshot is not None:
+            period, wait = snapshot_every, self.failures.snapshot
+        else:
+            return _Narrow(1.0, 0.0, 0.0)
+        if period == 0:
+            return _Narrow(1.0, 0.0, island_rate)
+        run, count = _attempts(period + wait, island_rate)
+        return _Narrow(run / period, _attempts(wait, island_rate)[0] / period, count / period)
+
+    def recovery(self, spares: int, periods: _Periods) -> Recovery:
+        """Return the recovery with these spares and periods.
+
+        All sums are for `work` seconds of steps that count on one island, on average.
+        """
+        failures, islands, chips = self.failures, self.islands, self.chips
+        has_snapshots = islands == 1 and periods.snapshot is not None
+        wide = self.wide(has_snapshots)
+        narrow, wide_rate = self.narrow(wide, periods.snapshot), wide * self.rate
+        work = periods.save or 1.0
+        checkpoint = failures.save if periods.save else 0.0
+        one_try = work * narrow.run + checkpoint
+        run, wide_failures = _attempts(one_try, wide_rate)
+        narrow_failures = narrow.failures * work * run / one_try
+        own_failures = narrow_failures + wide_failures
+        # only tries that reach the checkpoint wait for it: on average as long as the write alone would take
+        saving = _attempts(checkpoint, wide_rate)[0]
+        snapshots = (run - saving) * narrow.snapshot / narrow.run
+
+        def times(replaced: float) -> tuple[float, float, float]:
+            """Return the stall, all seconds, and the seconds between failures, if a share of failures finds no spare."""
+            down = failures.detect + failures.restart + failures.replace * replaced
+            others_up = run / (run + narrow_failures * max(down - failures.stall, 0.0))
+            stall = failures.stall * (islands - 1) * narrow_failures * others_up
+            total = run + stall + own_failures * down
+            return stall, total, total / (islands * narrow_failures + wide_failures)
+
+        replaced = 1.0
+        for _ in range(50):  # a fixed point: fewer waits, more failures a day, more hosts away
+            replaced = _erlang_b(spares, self.load(spares, times(replaced)[2], replaced))
+        stall, total, interval = times(replaced)
+        share = chips / (chips + spares * failures.host_chips)
+        seconds = {
+            "checkpoint": saving,
+            "snapshot": snapshots,
+            "redone": run - work - saving - snapshots,
+            "detect": own_failures * failures.detect,
+            "restart": own_failures * failures.restart,
+            "replace": own_failures * failures.replace * replaced,
+            "stall": stall,
+        }
+        lost = {cause: share * value / total for cause, value in seconds.items()} | {"spares": 1 - share}
+        return Recovery(
+            chips,
+            islands,
+            spares,
+            periods.save,
+            periods.snapshot if has_snapshots else None,
+            self.step_seconds,
+            interval,
+            share * work / total,
+            {cause: lost[cause] for cause in CAUSES if lost[cause] > 1e-12},
+        )
+
+    def load(self, spares: int, interval: float, replaced: float) -> float:
+        """Return how many new hosts are on the way on average.
+
+        A synchronous job that is down does not fail again. Each failure that uses up a spare makes it wait for `noticed`
+        seconds. So another failure has that much less time to find no spare.
+        """
+        if self.islands > 1:
+            return self.failures.replace / interval
+        noticed = self.failures.detect + self.failures.restart
+        running = interval - noticed - self.failures.replace * replaced
+        return max(self.failures.replace - spares * noticed, 0.0) / running
 
 
 def _attempts(seconds: float, rate: float) -> tuple[float, float]:
@@ -269,80 +336,6 @@ def _attempts(seconds: float, rate: float) -> tuple[float, float]:
         return seconds, 0.0
     count = math.expm1(min(rate * seconds, 500.0))
     return count / rate, count
-
-
-def predict(
-    failures: Failures,
-    chips: int,
-    islands: int,
-    spares: int,
-    periods: _Periods,
-    step_seconds: float | None = None,
-) -> Recovery:
-    """Return the recovery with these islands, spares and periods.
-
-    All sums are for `work` seconds of steps that count on one island, on average.
-    """
-    rate, has_snapshots = chips / failures.mtbf, islands == 1 and periods.snapshot is not None
-    wide = _wide(failures, islands, has_snapshots)
-    narrow = _narrow(failures, rate, wide, islands, periods.snapshot)
-    work = periods.save or 1.0
-    checkpoint = failures.save if periods.save else 0.0
-    one_try = work * narrow.run + checkpoint
-    run, wide_failures = _attempts(one_try, wide * rate)
-    narrow_failures = narrow.failures * work * run / one_try
-    own_failures = narrow_failures + wide_failures
-    # only tries that reach the checkpoint wait for it: on average as long as the write alone would take
-    saving = _attempts(checkpoint, wide * rate)[0]
-    snapshots = (run - saving) * narrow.snapshot / narrow.run
-
-    def times(replaced: float) -> tuple[float, float, float]:
-        """Return the stall, all seconds, and the seconds between failures, if a share of failures finds no spare."""
-        down = failures.detect + failures.restart + failures.replace * replaced
-        others_up = run / (run + narrow_failures * max(down - failures.stall, 0.0))
-        stall = failures.stall * (islands - 1) * narrow_failures * others_up
-        total = run + stall + own_failures * down
-        return stall, total, total / (islands * narrow_failures + wide_failures)
-
-    replaced = 1.0
-    for _ in range(50):  # a fixed point: fewer waits, more failures a day, more hosts away
-        replaced = _erlang_b(spares, _load(failures, islands, spares, times(replaced)[2], replaced))
-    stall, total, interval = times(replaced)
-    share = chips / (chips + spares * failures.host_chips)
-    seconds = {
-        "checkpoint": saving,
-        "snapshot": snapshots,
-        "redone": run - work - saving - snapshots,
-        "detect": own_failures * failures.detect,
-        "restart": own_failures * failures.restart,
-        "replace": own_failures * failures.replace * replaced,
-        "stall": stall,
-    }
-    lost = {cause: share * value / total for cause, value in seconds.items()} | {"spares": 1 - share}
-    return Recovery(
-        chips,
-        islands,
-        spares,
-        periods.save,
-        periods.snapshot if has_snapshots else None,
-        step_seconds,
-        interval,
-        share * work / total,
-        {cause: lost[cause] for cause in CAUSES if lost[cause] > 1e-12},
-    )
-
-
-def _load(failures: Failures, islands: int, spares: int, interval: float, replaced: float) -> float:
-    """Return how many new hosts are on the way on average.
-
-    A synchronous job that is down does not fail again. Each failure that uses up a spare makes it wait for `noticed`
-    seconds. So another failure has that much less time to find no spare.
-    """
-    if islands > 1:
-        return failures.replace / interval
-    noticed = failures.detect + failures.restart
-    running = interval - noticed - failures.replace * replaced
-    return max(failures.replace - spares * noticed, 0.0) / running
 
 
 def _erlang_b(servers: int, load: float) -> float:

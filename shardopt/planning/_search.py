@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from shardopt.config._config import PLACEMENTS
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, format_error, plural
+from shardopt.core._tables import aligned
 from shardopt.core._types import PyTree, Rules
 from shardopt.partition import LayoutBytes
 from shardopt.pipeline import schedules as known_schedules
@@ -586,8 +587,7 @@ def _table(plans: Plans, count: int) -> str:
         *columns,
     ]
     rows = [header, *(_row(prediction, columns) for prediction in predictions)]
-    first_width, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
-    lines = ["  ".join([row[0].ljust(first_width), *map(str.rjust, row[1:], widths)]) for row in rows]
+    lines = aligned(rows, lambda column, _: column > 0)
     model, batch = plans.workload, plural(plans.batch_size, "row")
     unlisted = len(plans.ranked) - count
     too_large = sum(entry.missing_bytes > 0 for entry in plans.dropped)
@@ -624,9 +624,8 @@ def _recovery_lines(recoveries: Sequence[PlannedRecovery]) -> list[str]:
                 f"{entry.tokens_per_second:,.0f}",
             ]
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lost = ", ".join(f"{cause} {share:.1%}" for cause, share in best.lost.items())
-    return ["  ".join(map(str.rjust, row, widths)) for row in rows] + [f"the first one loses: {lost}"]
+    return [*aligned(rows, lambda *_: True), f"the first one loses: {lost}"]
 
 
 def _row(prediction: Prediction, columns: Sequence[str]) -> list[str]:

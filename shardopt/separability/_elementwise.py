@@ -1,5 +1,6 @@
 """Rules of equations that work entry by entry."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from shardopt.separability._relations import (
     Total,
     Unknown,
     is_exactly_same,
+    scaled,
     sizes_of_dim,
 )
 from shardopt.trace._primitives import IDENTITIES
@@ -139,10 +141,11 @@ def _elementwise(site: Site, relations: Sequence[Relation]) -> Relation:
     name = site.name
     if len(relations) == 1 and isinstance(relations[0], Columns) and name in ("convert_element_type", "copy"):
         return relations[0]
-    if name in ADDITIVE or (name == SELECT and isinstance(_resolve_operand(site, relations, 0), Same)):
-        # an addition; or a choice of one case for each entry, with the same choice in the whole trace and in the pieces
-        return _select(site, relations) if name == SELECT else join(site, relations)
+    if name in ADDITIVE:
+        return join(site, relations)
     operands = resolve_numbers(site, relations)
+    if name == SELECT and isinstance(operands[0], Same):  # the same choice in the whole trace and in the pieces
+        return _select(site, operands[0], relations[1:])
     if unknown := first_unknown(operands):
         return unknown
     for operand in operands:
@@ -152,34 +155,22 @@ def _elementwise(site: Site, relations: Sequence[Relation]) -> Relation:
             return _apply_to_extreme(site, operands)
         if isinstance(operand, Total):
             return _apply_to_total(site, operand, operands)
-    scaled = [operand for operand in operands if isinstance(operand, Same | Split)]
-    ratio = _result_ratio(site, scaled, [is_zero(relation) for relation in relations])
+    terms = [operand for operand in operands if isinstance(operand, Same | Split)]
+    ratio = _result_ratio(site, terms, [is_zero(relation) for relation in relations])
     if ratio is None:
         return site.unknown("count")
-    splits = [operand for operand in scaled if isinstance(operand, Split)]
+    splits = [operand for operand in terms if isinstance(operand, Split)]
     if len({operand.place for operand in splits}) > 1:
         return site.unknown("mixes")
     if splits:
-        split = splits[0]
-        return Split(split.dim, split.blocks, ratio, split.order)
-    return Same(ratio, any(isinstance(operand, Same) and operand.drawn for operand in scaled))
+        return dataclasses.replace(splits[0], ratio=ratio)
+    return Same(ratio, any(isinstance(operand, Same) and operand.drawn for operand in terms))
 
 
-def _resolve_operand(site: Site, relations: Sequence[Relation], i: int) -> Relation:
-    relation = relations[i]
-    return (
-        relation_of_numbers(relation, site.operand_shapes(i), site.num_pieces, _operand_dtype(site, i))
-        if isinstance(relation, Known)
-        else relation
-    )
-
-
-def _select(site: Site, relations: Sequence[Relation]) -> Relation:
-    predicate = _resolve_operand(site, relations, 0)
-    assert isinstance(predicate, Same)
+def _select(site: Site, predicate: Same, cases: Sequence[Relation]) -> Relation:
     if not site.equal_ratios(predicate.ratio, 1.0):
         return site.unknown("count")
-    joined = join(OperandSite(site, 1), relations[1:])
+    joined = join(OperandSite(site, 1), cases)
     return Same(joined.ratio, True) if predicate.drawn and isinstance(joined, Same) else joined
 
 
@@ -245,11 +236,11 @@ def _apply_to_total(site: Site, total: Total, operands: Sequence[Relation]) -> R
     if site.name == "mul":
         other_factors = [operand for operand in operands if operand is not total]
         if len(other_factors) == 1 and isinstance(other_factors[0], Same):
-            return total.scaled(other_factors[0].ratio)
+            return scaled(total, other_factors[0].ratio)
     if site.name == "div" and operands[0] is total and np.issubdtype(site.dtype, np.inexact):
         divisor = operands[1]
         if isinstance(divisor, Same) and divisor.ratio:
-            return total.scaled(1 / divisor.ratio)
+            return scaled(total, 1 / divisor.ratio)
     return not_linear(site, total)
 
 

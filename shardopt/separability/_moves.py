@@ -1,7 +1,7 @@
 """Rules of equations that move entries: reshape, transpose, slice, concatenate and similar ones."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -93,29 +93,21 @@ def broadcast(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     return [relation]
 
 
-def transpose(site: Site, relations: Sequence[Relation]) -> list[Relation]:
-    """Reorder dims."""
-    relation, order = relations[0], tuple(site.params["permutation"])
-    if isinstance(relation, Split):
-        return [relation.moved_to(order.index(relation.dim))]
-    return [relation]
+def moving(result_dim: Callable[[Site, int], int]) -> Callable[[Site, Sequence[Relation]], list[Relation]]:
+    """Return the rule of an equation that reorders, removes or adds dims: dim d of the operand is dim `result_dim(site, d)`."""
+
+    def rule(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+        relation = relations[0]
+        return [relation.moved_to(result_dim(site, relation.dim)) if isinstance(relation, Split) else relation]
+
+    return rule
 
 
-def squeeze(site: Site, relations: Sequence[Relation]) -> list[Relation]:
-    """Remove dims of size 1."""
-    relation = relations[0]
-    if isinstance(relation, Split):
-        return [relation.moved_to(dim_after_removal(relation.dim, site.params["dimensions"]))]
-    return [relation]
-
-
-def expand_dims(site: Site, relations: Sequence[Relation]) -> list[Relation]:
-    """Add dims of size 1."""
-    relation, new_dims = relations[0], site.params["dimensions"]
-    if isinstance(relation, Split):
-        old_dims = [dim for dim in range(len(site.result_shapes()[0])) if dim not in new_dims]
-        return [relation.moved_to(old_dims[relation.dim])]
-    return [relation]
+transpose = moving(lambda site, dim: list(site.params["permutation"]).index(dim))
+squeeze = moving(lambda site, dim: dim_after_removal(dim, site.params["dimensions"]))
+expand_dims = moving(
+    lambda site, dim: [i for i in range(len(site.result_shapes()[0])) if i not in site.params["dimensions"]][dim]
+)
 
 
 def take_along_split(

@@ -14,6 +14,7 @@ from shardopt.separability._relations import (
     differing_dims,
     dim_after_removal,
     growth,
+    scaled,
 )
 
 Rule = Callable[[Site, Sequence[Relation]], list[Relation]]
@@ -38,7 +39,7 @@ def reduce_sum(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     if isinstance(relation, Split):
         return [Split(dim_after_removal(relation.dim, dims), relation.blocks, relation.ratio * factor, relation.order)]
     assert isinstance(relation, Same | Total)
-    return [relation.scaled(factor)]
+    return [scaled(relation, factor)]
 
 
 EXTREMES = {"reduce_max": "max", "reduce_or": "max", "reduce_min": "min", "reduce_and": "min"}
@@ -78,7 +79,7 @@ def argmax(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     """Find the index of the largest or smallest entry, which a positive ratio does not change."""
     relation = relations[0]
     if isinstance(relation, Same | Split) and relation.ratio > 0:
-        relation = relation.scaled(1 / relation.ratio)
+        relation = scaled(relation, 1 / relation.ratio)
     return reduce_other(site, [relation])
 
 
@@ -197,10 +198,10 @@ def dot_general(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     uneven_contract_dims = [dim for dim in differing_dims(site.operand_shapes()) if dim in contract_dims[0]]
     ratio = left_relation.ratio * right_relation.ratio
     if not splits:
-        scaled = left_relation if isinstance(left_relation, Total) else right_relation
-        factor = ratio / scaled.ratio if scaled.ratio else 0.0
+        operand = left_relation if isinstance(left_relation, Total) else right_relation
+        factor = ratio / operand.ratio if operand.ratio else 0.0
         drawn = any(isinstance(relation, Same) and relation.drawn for relation in relations)
-        product = scaled.scaled(factor * growth(site.operand_shapes(), uneven_contract_dims))
+        product = scaled(operand, factor * growth(site.operand_shapes(), uneven_contract_dims))
         return [Same(product.ratio, drawn) if isinstance(product, Same) else product]
     places = set()
     for side, relation in splits.items():
@@ -247,7 +248,7 @@ def convolution(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     if uneven_dims == ((), ()):
         if isinstance(image, Total) != isinstance(kernel, Total):
             total, factor_relation = (image, kernel) if isinstance(image, Total) else (kernel, image)
-            return [total.scaled(factor_relation.ratio)]
+            return [scaled(total, factor_relation.ratio)]
         return [
             Same(ratio, image.drawn or kernel.drawn)
             if isinstance(image, Same) and isinstance(kernel, Same)
@@ -256,7 +257,7 @@ def convolution(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     if uneven_dims == ((numbers.lhs_spec[0],), ()) and params["batch_group_count"] == 1 and isinstance(kernel, Same):
         if isinstance(image, Split):
             return [Split(numbers.out_spec[0], image.blocks, ratio, image.order)]
-        return [image.scaled(kernel.ratio)]
+        return [scaled(image, kernel.ratio)]
     if not (isinstance(image, Split) and isinstance(kernel, Split) and image.place[1:] == kernel.place[1:]):
         return [site.unknown("mixes")]
     if uneven_dims == ((numbers.lhs_spec[1],), (numbers.rhs_spec[1],)) and ungrouped:

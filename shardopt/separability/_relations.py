@@ -20,7 +20,7 @@ All relations but Known share one rule. A dim may have another size in W than in
 import dataclasses
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import numpy as np
 from jax.extend.core import JaxprEqn
@@ -54,10 +54,6 @@ class Same:
     ratio: float = 1.0
     drawn: bool = False
 
-    def scaled(self, factor: float) -> "Same":
-        """Return the relation of this value times a number which is `factor` times as large in the whole trace."""
-        return dataclasses.replace(self, ratio=self.ratio * factor)
-
 
 @dataclasses.dataclass(frozen=True)
 class Split:
@@ -84,10 +80,6 @@ class Split:
         """Return the same relation along another dim."""
         return dataclasses.replace(self, dim=dim)
 
-    def scaled(self, factor: float) -> "Split":
-        """Return the relation of this value times a number which is `factor` times as large in the whole trace."""
-        return dataclasses.replace(self, ratio=self.ratio * factor)
-
 
 @dataclasses.dataclass(frozen=True)
 class Total:
@@ -100,10 +92,6 @@ class Total:
 
     ratio: float
     op: Operation | None = dataclasses.field(default=None, compare=False)
-
-    def scaled(self, factor: float) -> "Total":
-        """Return the relation of this value times a number which is `factor` times as large in the whole trace."""
-        return dataclasses.replace(self, ratio=self.ratio * factor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +176,13 @@ class Unknown:
 
 
 Relation = Same | Split | Total | Shifted | Extreme | Known | Columns | Unknown
+Scaled = TypeVar("Scaled", bound=Same | Split | Total)
+
+
+def scaled(relation: Scaled, factor: float) -> Scaled:
+    """Return the relation of a value times a number which is `factor` times as large in the whole trace."""
+    return dataclasses.replace(relation, ratio=relation.ratio * factor)
+
 
 REASONS = {
     "mixes": "rows are mixed.",

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec, Sharding
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._user_mesh import on_auto_axes
@@ -192,12 +192,17 @@ def place_batch(config: StrategyConfig, batch: PyTree, *, everywhere: bool = Fal
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         if isinstance(leaf, jax.Array) and (leaf.sharding == sharding or not leaf.is_fully_addressable):
             return leaf
-        if jax.process_count() == 1:
-            return jax.device_put(leaf, sharding)
-        rows = np.asarray(leaf)
-        return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
+        return put(leaf, sharding)
 
     return jax.tree.map(place, batch, placed_specs(config, batch))
+
+
+def put(values: jax.Array | np.ndarray, sharding: Sharding) -> jax.Array:
+    """Return an array with this sharding; each of several processes passes all values."""
+    if jax.process_count() == 1:
+        return jax.device_put(values, sharding)
+    values = np.asarray(values)
+    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 
 def typed_key(config: StrategyConfig, rng: jax.Array | None) -> jax.Array:

@@ -42,13 +42,12 @@ from shardopt.training._resume import (
     END,
     SIGNALS,
     DeferredInit,
+    SavedStates,
     Stream,
-    begin,
     catch_signals,
     common_verdict,
     finish_writes,
     pack,
-    restore_newest,
     step_of,
 )
 from shardopt.training._spikes import MOST_ROLLBACKS, Spikes, spikes_of
@@ -287,16 +286,8 @@ class _Run:
 
         self.stream, self.meter, self.loggers = Stream(batches), self.new_meter(), as_loggers(log)
         self.history: list[dict[str, float]] = []
-        self.state, self.stopping_state = begin(
-            self.opt,
-            state,
-            self.stream,
-            self.early_stopping,
-            self.checkpoints,
-            self.display.say,
-            self.spikes,
-            falls_back=self.verification is not None,
-        )
+        self.saved = SavedStates(self.opt, self.checkpoints, self.display.say, self.verification is not None)
+        self.state, self.stopping_state = self.saved.begin(state, self.stream, self.early_stopping, self.spikes)
         self.step, self.local_updates = int(jax.device_get(self.state.step)), self.opt.config.local_updates is not None
         self.saved_step = None if self.checkpoints is None else self.checkpoints.latest()
         self.evaluation_metrics: dict[str, float] = {}
@@ -422,8 +413,7 @@ class _Run:
         if self.spikes is None or (spike := self.spikes.found) is None or self.checkpoints is None:
             return False
         self.ledger.enter("checkpoint")
-        falls_back = self.verification is not None
-        restored = restore_newest(self.opt, self.state, self.checkpoints, self.display.say, falls_back=falls_back)
+        restored = self.saved.restore_newest(self.state)
         values = ", ".join(f"{name} {value:.4g}" for name, value in spike.values.items())
         text = f"spike at step {spike.step - 1} (batch {spike.position}, both counted from 0): {values}"
         if restored is None or self.spikes.rollbacks.get(restored[0], 0) == MOST_ROLLBACKS:

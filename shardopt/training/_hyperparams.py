@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardopt.core._errors import calling, error_text
 from shardopt.core._types import PyTree, TrainState
 from shardopt.local_updates._state import PerReplica
+from shardopt.step._inputs import put
 
 _REMEDY = "wrap the optimizer, as in optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)."
 
@@ -164,8 +165,4 @@ def _placed_like(name: str, injected: _Injected, value: float | np.ndarray | jax
     is_integer = jnp.issubdtype(old.dtype, jnp.integer)
     if not np.array_equal(cast, new_value) if is_integer else not np.array_equal(np.isinf(cast), np.isinf(new_value)):
         raise ValueError(error_text(f"{name} has dtype {old.dtype}, which cannot hold {value!r}."))
-    if not isinstance(old, jax.Array):
-        return cast
-    if jax.process_count() > 1:
-        return jax.make_array_from_callback(cast.shape, old.sharding, lambda index: cast[index])
-    return jax.device_put(cast, old.sharding)
+    return put(cast, old.sharding) if isinstance(old, jax.Array) else cast

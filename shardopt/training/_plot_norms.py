@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from shardopt.core._errors import calling, error_text
-from shardopt.core._extras import require
+from shardopt.core._figures import FilePath, new_figure, saved
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,9 +39,7 @@ class HeatMap(NamedTuple):
 
 
 @calling("plot_norms")
-def plot_norms(
-    log: str | os.PathLike[str] | Sequence[Mapping[str, float]], *, path: str | os.PathLike[str] | None = None
-) -> "Figure":
+def plot_norms(log: str | os.PathLike[str] | Sequence[Mapping[str, float]], *, path: FilePath = None) -> "Figure":
     """Draw the norms that `so.fit(metrics_every=...)` logged as heat maps over layers and steps, with logarithmic colours.
 
     The row of a layer is the norm of all its leaves together. Leaves that are not stacked have rows of their own. A norm that
@@ -63,24 +61,19 @@ def plot_norms(
       >>> [axes.get_title("left") for axes in plot_norms(lines).axes if axes.get_title("left")]
       ['gradient']
     """
-    require("matplotlib", extra="plot")
-    from matplotlib.figure import Figure  # not pyplot: no backend, no window, nothing to close
-
     lines = _lines(log)
     maps = {title: heat_map for kind, title in _KINDS.items() if (heat_map := read_norms(lines, kind)) is not None}
     if not maps:
         fix = "train with so.fit(..., metrics_every=10, log=so.training.jsonl(path))."
         raise ValueError(error_text("the log has no norms.", fix=fix))
     height = max(1.9, min(4.5, 0.17 * max(len(heat_map.rows) for heat_map in maps.values()) + 0.7))
-    figure = Figure(figsize=(10, height * len(maps) + 0.5), dpi=150, layout="constrained")
+    figure = new_figure(10, height * len(maps) + 0.5, dpi=150)
     all_axes = figure.subplots(len(maps), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (title, heat_map) in zip(all_axes, maps.items(), strict=True):
         _draw(axes, title, heat_map)
     all_axes[-1].set_xlabel("step")
     _legend(figure, list(maps.values()))
-    if path is not None:
-        figure.savefig(path, format=None if Path(path).suffix else "png")
-    return figure
+    return saved(figure, path)
 
 
 def read_norms(lines: Sequence[Mapping[str, float | None]], kind: str) -> HeatMap | None:

@@ -1,6 +1,7 @@
 """The start and end of a run: resume from a checkpoint, stop at a signal or a common verdict, finish all writes."""
 
 import base64
+import dataclasses
 import json
 import re
 import signal
@@ -61,73 +62,137 @@ class DeferredInit(NamedTuple):
         return jax.eval_shape(self.params, jax.random.key(0) if self.rng is None else self.rng)
 
 
-def begin(
-    opt: ShardedOptimizer,
-    state: TrainState | DeferredInit,
-    stream: "Stream",
-    rule: EarlyStopping | None,
-    checkpoints: Checkpoints | None,
-    say: Callable[[str], None],
-    spikes: Spikes | None = None,
-    *,
-    falls_back: bool = False,
-) -> tuple[TrainState, StoppingState]:
-    """Return the state to start from and the state of early stopping; move the stream to its position.
+@dataclasses.dataclass(frozen=True)
+class SavedStates:
+    """The snapshots and checkpoints of a run, to start from or to go back to.
 
-    A checkpoint or snapshot is restored if `checkpoints.resume` is set and it is newer than the state. The memory of
-    the state is freed first.
-
-    Args:
+    Attributes:
       opt: the optimizer.
-      state: the state that the user passed to `fit`.
-      stream: the batches.
-      rule: the rule of early stopping, or None.
       checkpoints: the checkpoints of the run, or None.
       say: prints a message about resuming.
       falls_back: whether a damaged checkpoint is set aside, and the next copy used.
-      spikes: the search for spikes, or None.
     """
-    if isinstance(state, DeferredInit):
-        opt.abstract_state(state.shapes())  # opt.abstract_state() needs to know the parameters
-    latest, snapshot = (None, None) if checkpoints is None else _newest(opt, checkpoints)
-    if checkpoints is None or latest is None:
-        return _initialized(opt, state), StoppingState()
-    if not checkpoints.resume:
-        problem = f"{checkpoints.directory} already has checkpoints, the last of step {latest}."
-        fix = "pass resume=True to so.Checkpoints to go on from there, or choose another folder."
-        raise ValueError(format_error("fit", problem, fix=fix))
-    step = step_of(state)
-    if latest <= step:
-        say(f"Going on from the state given (step {step}); the last checkpoint, of step {latest}, is not newer.")
-        return _initialized(opt, state), StoppingState()
-    latest, restored, extra, source = _restore(opt, state, checkpoints, snapshot, say, falls_back=falls_back)
-    if restored is None:
-        problem = f"no snapshot or checkpoint in {checkpoints.directory} holds the state that it was saved from."
-        fix = "bring one back from a copy, or start again in another folder."
-        raise DamagedCheckpointError(format_error("fit", problem, fix=fix))
-    position, saved_stopping = extra.get("batches"), extra.get("early_stopping")
-    if spikes is not None:
-        spikes.restore(extra.get("spikes"))
-    stream_text = "the data from its beginning: the checkpoint holds no position"
-    if position is not None:
-        stream_text = stream.restore(position)
-    else:
-        fix = "save with so.fit, or put the batches into their place before it is called."
-        warnings.warn(format_error("fit", f"{stream_text}; rows are seen again.", fix=fix), stacklevel=6)
-    say(f"Resuming from step {latest} in {source}, {stream_text}.")
-    stopping_state = None if rule is None or saved_stopping is None else stopping.from_json(rule, saved_stopping)
-    if rule is not None and stopping_state is None:
-        say(f"Early stopping starts counting again: the checkpoint knows nothing of {rule.metric!r} ({rule.mode}).")
-    return restored, stopping_state or StoppingState()
+
+    opt: ShardedOptimizer
+    checkpoints: Checkpoints | None
+    say: Callable[[str], None]
+    falls_back: bool = False
+
+    def begin(
+        self, state: TrainState | DeferredInit, stream: "Stream", rule: EarlyStopping | None, spikes: Spikes | None
+    ) -> tuple[TrainState, StoppingState]:
+        """Return the state to start from and the state of early stopping; move the stream to its position.
+
+        A checkpoint or snapshot is restored if `checkpoints.resume` is set and it is newer than the state. The memory of
+        the state is freed first.
+
+        Args:
+          state: the state that the user passed to `fit`.
+          stream: the batches.
+          rule: the rule of early stopping, or None.
+          spikes: the search for spikes, or None.
+        """
+        if isinstance(state, DeferredInit):
+            self.opt.abstract_state(state.shapes())  # opt.abstract_state() needs to know the parameters
+        checkpoints = self.checkpoints
+        latest, snapshot = self._newest()
+        if checkpoints is None or latest is None:
+            return self._initialized(state), StoppingState()
+        if not checkpoints.resume:
+            problem = f"{checkpoints.directory} already has checkpoints, the last of step {latest}."
+            fix = "pass resume=True to so.Checkpoints to go on from there, or choose another folder."
+            raise ValueError(format_error("fit", problem, fix=fix))
+        step = step_of(state)
+        if latest <= step:
+            self.say(
+                f"Going on from the state given (step {step}); the last checkpoint, of step {latest}, is not newer."
+            )
+            return self._initialized(state), StoppingState()
+        latest, restored, extra, source = self._restore(state, checkpoints, snapshot)
+        if restored is None:
+            problem = f"no snapshot or checkpoint in {checkpoints.directory} holds the state that it was saved from."
+            fix = "bring one back from a copy, or start again in another folder."
+            raise DamagedCheckpointError(format_error("fit", problem, fix=fix))
+        position, saved_stopping = extra.get("batches"), extra.get("early_stopping")
+        if spikes is not None:
+            spikes.restore(extra.get("spikes"))
+        stream_text = "the data from its beginning: the checkpoint holds no position"
+        if position is not None:
+            stream_text = stream.restore(position)
+        else:
+            fix = "save with so.fit, or put the batches into their place before it is called."
+            warnings.warn(format_error("fit", f"{stream_text}; rows are seen again.", fix=fix), stacklevel=6)
+        self.say(f"Resuming from step {latest} in {source}, {stream_text}.")
+        stopping_state = None if rule is None or saved_stopping is None else stopping.from_json(rule, saved_stopping)
+        if rule is not None and stopping_state is None:
+            self.say(
+                f"Early stopping starts counting again: the checkpoint knows nothing of {rule.metric!r} ({rule.mode})."
+            )
+        return restored, stopping_state or StoppingState()
+
+    def restore_newest(self, state: TrainState) -> tuple[int, TrainState, dict[str, Json]] | None:
+        """Return the step, the state and the extra of the newest snapshot or checkpoint; None if there is none.
+
+        The memory of `state` is freed first. With several processes all must call it.
+        """
+        checkpoints = self.checkpoints
+        if checkpoints is None:
+            return None
+        checkpoints.wait()
+        latest, snapshot = self._newest()
+        if latest is None:
+            return None
+        step, restored, extra, _ = self._restore(state, checkpoints, snapshot)
+        return None if restored is None else (step, restored, extra)
+
+    def _newest(self) -> tuple[int | None, MemorySnapshot | None]:
+        """Return the step of the newest snapshot or checkpoint, None if there is none; and the snapshot, if there is one."""
+        checkpoints = self.checkpoints
+        if checkpoints is None:
+            return None, None
+        if checkpoints.memory_every is not None and (snapshot := checkpoints.newest_in_memory(self.opt)) is not None:
+            return snapshot.step, snapshot
+        return checkpoints.latest(), None
+
+    def _restore(
+        self, state: TrainState | DeferredInit, checkpoints: Checkpoints, snapshot: MemorySnapshot | None
+    ) -> tuple[int, TrainState | None, dict[str, Json], str]:
+        """Return the step, state, extra and source of the snapshot or of the newest checkpoint; the state is None if there is none.
+
+        The memory of `state` is freed first. A snapshot whose sums are wrong is left out, and the next copy is used. A damaged
+        checkpoint is set aside if `falls_back`, and otherwise an error: an older one loses work.
+        """
+        # A snapshot is whole, and only a verified one can turn out to be damaged.
+        hash_only = getattr(checkpoints, "hash_only", ()) if snapshot is None or self.falls_back else ()
+        if hash_only:
+            state = self._initialized(state)
+        if not isinstance(state, DeferredInit):
+            _free(state, hash_only)
+        while snapshot is not None:
+            try:
+                restored = place_snapshot(snapshot, self.opt.abstract_state())
+                return snapshot.step, restored, snapshot.extra, "the memory of the hosts"
+            except DamagedCheckpointError as error:
+                self.say(f"{error}\nThe next copy is used.")
+                snapshot = checkpoints.newest_in_memory(self.opt, before=snapshot.step)
+        frozen = {"params": state.params} if hash_only else {}
+        while (step := checkpoints.latest()) is not None:
+            try:
+                return step, *checkpoints.restore(self.opt, step=step, **frozen), str(checkpoints.directory)
+            except DamagedCheckpointError as error:
+                if not self.falls_back:
+                    raise
+                self.say(f"{error}\nIt is set aside as {step}.damaged, and the next copy is used.")
+                checkpoints.set_aside(step)
+        return 0, None, {}, ""
+
+    def _initialized(self, state: TrainState | DeferredInit) -> TrainState:
+        return self.opt.init(state.params, state.rng) if isinstance(state, DeferredInit) else state
 
 
 def step_of(state: TrainState | DeferredInit) -> int:
     """Return the number of steps taken."""
     return 0 if isinstance(state, DeferredInit) else int(jax.device_get(state.step))
-
-
-def _initialized(opt: ShardedOptimizer, state: TrainState | DeferredInit) -> TrainState:
-    return opt.init(state.params, state.rng) if isinstance(state, DeferredInit) else state
 
 
 def _free(state: TrainState, hash_only: Sequence[re.Pattern[str]]) -> None:
@@ -139,73 +204,6 @@ def _free(state: TrainState, hash_only: Sequence[re.Pattern[str]]) -> None:
     for leaf in jax.tree.leaves(state):
         if isinstance(leaf, jax.Array) and not leaf.is_deleted() and id(leaf) not in needed:
             leaf.delete()
-
-
-def restore_newest(
-    opt: ShardedOptimizer,
-    state: TrainState,
-    checkpoints: Checkpoints,
-    say: Callable[[str], None],
-    *,
-    falls_back: bool = False,
-) -> tuple[int, TrainState, dict[str, Json]] | None:
-    """Return the step, the state and the extra of the newest snapshot or checkpoint; None if there is none.
-
-    The memory of `state` is freed first. With several processes all must call it.
-    """
-    checkpoints.wait()
-    latest, snapshot = _newest(opt, checkpoints)
-    if latest is None:
-        return None
-    step, restored, extra, _ = _restore(opt, state, checkpoints, snapshot, say, falls_back=falls_back)
-    return None if restored is None else (step, restored, extra)
-
-
-def _newest(opt: ShardedOptimizer, checkpoints: Checkpoints) -> tuple[int | None, MemorySnapshot | None]:
-    """Return the step of the newest snapshot or checkpoint, None if there is none; and the snapshot, if there is one."""
-    latest, snapshot = checkpoints.latest(), None
-    if checkpoints.memory_every is not None and (snapshot := checkpoints.newest_in_memory(opt)) is not None:
-        latest = snapshot.step
-    return latest, snapshot
-
-
-def _restore(
-    opt: ShardedOptimizer,
-    state: TrainState | DeferredInit,
-    checkpoints: Checkpoints,
-    snapshot: MemorySnapshot | None,
-    say: Callable[[str], None],
-    *,
-    falls_back: bool,
-) -> tuple[int, TrainState | None, dict[str, Json], str]:
-    """Return the step, state, extra and source of the snapshot or of the newest checkpoint; the state is None if there is none.
-
-    The memory of `state` is freed first. A snapshot whose sums are wrong is left out, and the next copy is used. A damaged
-    checkpoint is set aside if `falls_back`, and otherwise an error: an older one loses work.
-    """
-    # A snapshot is whole, and only a verified one can turn out to be damaged.
-    hash_only = getattr(checkpoints, "hash_only", ()) if snapshot is None or falls_back else ()
-    if hash_only:
-        state = _initialized(opt, state)
-    if not isinstance(state, DeferredInit):
-        _free(state, hash_only)
-    while snapshot is not None:
-        try:
-            restored = place_snapshot(snapshot, opt.abstract_state())
-            return snapshot.step, restored, snapshot.extra, "the memory of the hosts"
-        except DamagedCheckpointError as error:
-            say(f"{error}\nThe next copy is used.")
-            snapshot = checkpoints.newest_in_memory(opt, before=snapshot.step)
-    frozen = {"params": state.params} if hash_only else {}
-    while (step := checkpoints.latest()) is not None:
-        try:
-            return step, *checkpoints.restore(opt, step=step, **frozen), str(checkpoints.directory)
-        except DamagedCheckpointError as error:
-            if not falls_back:
-                raise
-            say(f"{error}\nIt is set aside as {step}.damaged, and the next copy is used.")
-            checkpoints.set_aside(step)
-    return 0, None, {}, ""
 
 
 def pack(

@@ -11,7 +11,7 @@ import ray
 from support.reference import same_bits
 
 import shardopt as so
-from shardopt.parameter_server._ray import ServerProcess, begin_process
+from shardopt.parameter_server._ray import ServerProcess
 from shardopt.parameter_server._ray_servers import SNAPSHOT_EVERY, ShardProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_process_left")]  # Ray, and processes that are killed
@@ -106,11 +106,7 @@ def test_compensation_for_delay_and_a_checkpoint(regression, tmp_path):
 
 
 def test_a_call_without_the_token_is_refused():
-    part = (
-        ray.remote(ShardProcess)
-        .options(num_cpus=1)
-        .remote(begin_process, {}, "secret", ray.cloudpickle.dumps(lambda: None))
-    )
+    part = ray.remote(ShardProcess).options(num_cpus=1).remote({}, "secret", ray.cloudpickle.dumps(lambda: None))
     message = "parameter_server: a call without the token of this run was refused."
     for name, arguments in {
         "begin": [None],

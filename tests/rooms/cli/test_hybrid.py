@@ -16,9 +16,9 @@ import pytest
 import shardopt as so
 from shardopt.cli import main
 from shardopt.cli._commands import saved_defaults
+from shardopt.cli._job import write_schedule
 from shardopt.cli._options import Devices, Model, Pipeline, ScheduleName, Training, TrainOptions
 from shardopt.cli._strategy import check_strategy, fitted, make_strategy, mesh_of
-from shardopt.cli._train import write_schedule
 from shardopt.config._config import PLACEMENTS
 from shardopt.models import gpt
 

@@ -86,6 +86,17 @@ def test_a_run_learns_and_leaves_a_folder_that_from_pretrained_reads(tune, model
 
 
 @pytest.mark.slow
+def test_norms_are_logged_and_drawn(tune, tmp_path):
+    code, _, err = tune("--steps", 4, "--metrics-every", 4, "--mesh", "data=8", "--lora-rank", 2)
+    assert code == 0, err
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    names = {name for line in lines for name in line if name.startswith("gradient_norm/")}
+    assert names
+    assert all("/lora_" in name for name in names)
+    assert (tmp_path / "run" / "norms.png").is_file()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ["", "--lora-rank 2 --base nf4 --lora-dropout 0.1"])
 def test_a_run_that_is_resumed_on_another_mesh_ends_as_an_unbroken_one(options, tune, tmp_path):
     words = [*options.split(), "--steps", 8]

@@ -405,15 +405,10 @@ def test_ctrl_c_stops_every_thread(monkeypatch):
             started.set()
             yield batch
 
-    join, interrupted = threading.Thread.join, []
+    def interrupt(ended):
+        started.wait()
+        raise KeyboardInterrupt
 
-    def interrupt_once(thread, *arguments):
-        if thread.name == "shardopt-worker-0" and not interrupted:
-            started.wait()
-            interrupted.append(thread)
-            raise KeyboardInterrupt
-        return join(thread, *arguments)
-
-    monkeypatch.setattr(threading.Thread, "join", interrupt_once)
+    monkeypatch.setattr("shardopt.parameter_server._threads.wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(batches_of=batches_of, num_updates=10**9, max_staleness=None)

@@ -1,0 +1,80 @@
+"""A run in its folder: `shardopt train` and `shardopt tune` train, save, log and draw in the same way."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+from rich.console import Console
+
+import shardopt as so
+from shardopt.cli import _display as display
+from shardopt.cli._options import RunOptions
+from shardopt.cli._run_folder import CURVE, NORMS, SCHEDULE, loggers, order_changes, read_metrics, write_options
+from shardopt.core._types import PyTree, TrainState
+from shardopt.pipeline import Schedule
+
+
+class Job(NamedTuple):
+    """A run before its first step.
+
+    Attributes:
+      options: the options.
+      opt: the strategy.
+      screen: the output for people.
+      num_bytes: the size of the data.
+      steps: total steps.
+    """
+
+    options: RunOptions
+    opt: so.ShardedOptimizer
+    screen: Console
+    num_bytes: int
+    steps: int
+
+    def run(
+        self,
+        start: Callable[[], TrainState | so.DeferredInit],
+        batches: Iterable[PyTree],
+        held_out: list[PyTree],
+        checkpoints: so.Checkpoints,
+    ) -> so.training.FitResult | None:
+        """Train from the state that `start` makes; return None if a signal ended the run, after saying so."""
+        options, run = self.options, self.options.run
+        if run.resume:
+            display.show_order_changes(self.screen, order_changes(options, self.num_bytes))
+        with checkpoints:
+            if jax.process_index() == 0:  # the folder is locked now
+                write_options(options, self.num_bytes)
+                write_schedule(self.opt.config.schedule, run.run_dir / SCHEDULE)
+            result = so.fit(
+                self.opt,
+                start(),
+                batches,
+                num_steps=self.steps,
+                evaluate=so.training.evaluation(self.opt, held_out),
+                evaluate_every=run.evaluate_every,
+                metrics_every=run.metrics_every,
+                checkpoints=checkpoints,
+                log=loggers(options, self.num_bytes),
+            )
+        if result.stopped in ("sigterm", "interrupted"):
+            display.show_stopped(self.screen, options, result, self.steps)
+            return None
+        return result
+
+    def draw(self, unit: str) -> None:
+        """Draw the losses in nats per `unit`, and the norms if some were logged."""
+        folder = self.options.run.run_dir
+        metrics = read_metrics(folder)
+        display.draw_curve(metrics, folder / CURVE, unit=unit)
+        if any(name.startswith("gradient_norm/") for line in metrics for name in line):
+            so.training.plot_norms(metrics, path=folder / NORMS)
+
+
+def write_schedule(schedule: Schedule | None, path: Path) -> None:
+    """Draw the schedule of the current strategy; without one, remove the drawing of an earlier run."""
+    if schedule is None:
+        path.unlink(missing_ok=True)
+    else:
+        schedule.plot(path)
