@@ -1,10 +1,10 @@
 """Memory and traffic of fine-tuning Llama 3 with adapters, compiled for TPUs and GPUs that are not here.
 
-    python benchmarks/adapters_pod.py [--only WORDS] [--libtpu FOLDER]
+    python benchmarks/adapters_pod.py [--only WORDS] [--libtpu FOLDER] [--no-cudnn]
 
 Each row is one `so.aot`: a step of fsdp with AdamW over all weights of the blocks (rank 16), or over all parameters. A row that does
 not fit into the memory of a chip says so. It needs libtpu (pip install 'shardopt[tpu]') for TPUs, and jax's CUDA plugin for GPUs;
-it needs no device. Each result is kept in results/adapters_pod.json as soon as it is there.
+it needs no device. For GPUs cuDNN must be installed, or `--no-cudnn` compiles attention by plain XLA. Each result is kept in results/adapters_pod.json as soon as it is there.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def compiled(model_name, topology, length, rows, base):
     from shardopt.optimizers import Matrix
     from shardopt.planning._models import find_model
 
-    shape = dataclasses.replace(find_model("adapters_pod", model_name), length=length, dtype=jnp.bfloat16)
+    shape = dataclasses.replace(find_model(model_name), length=length, dtype=jnp.bfloat16)
     model = transformer.model(shape, remat="full", chunk=512, logits_dtype=jnp.bfloat16)
     dtype = jnp.float32 if base is None else jnp.bfloat16
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shape.abstract_params())
@@ -93,13 +93,18 @@ def compiled(model_name, topology, length, rows, base):
     }
 
 
-def main(only):
+def main(only, no_cudnn):
+    if no_cudnn:
+        from shardopt.nn import _attention
+
+        _attention._default_implementation = lambda query: "xla"
     results = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else {}
     for name, row in ROWS.items():
         if only and only not in name:
             continue
-        results[name] = compiled(*row)
-        print(name, results[name], flush=True)
+        row_name = f"{name}, without cuDNN" if no_cudnn else name
+        results[row_name] = compiled(*row)
+        print(row_name, results[row_name], flush=True)
         write_json(__file__, results)
     return 0
 
@@ -108,9 +113,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="rows whose name has these words")
     parser.add_argument("--libtpu", help="the folder of a libtpu that is not installed")
+    parser.add_argument("--no-cudnn", action="store_true", help="compile attention by plain XLA")
     options = parser.parse_args()
     if options.libtpu:
         sys.path.insert(0, options.libtpu)
     fake_devices(1)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    sys.exit(main(options.only))
+    sys.exit(main(options.only, options.no_cudnn))

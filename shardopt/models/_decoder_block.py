@@ -69,6 +69,8 @@ def block_shapes(config: DecoderConfig, *, dense: bool) -> dict[str, Shapes]:
         assert config.experts is not None
         E, experts = config.experts.number, config.experts
         parts["router"] = {"kernel": (D, E)} | ({"choice_bias": (E,)} if experts.choice_bias else {})
+        if experts.shared_gate:
+            parts["router"]["shared_gate"] = (D, 1)
         if experts.biases:
             parts["router"]["bias"] = (E,)
         products = _mlp_shapes(config, experts.hidden, bias=experts.biases)
@@ -76,10 +78,16 @@ def block_shapes(config: DecoderConfig, *, dense: bool) -> dict[str, Shapes]:
         if experts.shared_hidden:
             parts["shared"] = _mlp_shapes(config, experts.shared_hidden, bias=False)
     for part in ("attention", "mlp"):
-        names = ["norm"] * config.pre_norms + ["post_norm"] * config.post_norms
-        names += [f"{name}_bias" for name in names if config.norm == "layer"]
-        parts[part] |= dict.fromkeys(names, (D,))
+        names = ["norm"] * (config.pre_norms and (part, config.parallel) != ("mlp", "norm"))
+        names += ["post_norm"] * config.post_norms
+        parts[part] |= {leaf: (D,) for name in names for leaf in norm_leaves(config, name)}
     return parts
+
+
+def norm_leaves(config: DecoderConfig, name: str) -> list[str]:
+    """Return the leaves of a norm."""
+    has_bias = config.norm in ("layer", "layer_plus_one")
+    return [] if config.norm == "layer_fixed" else [name] + [f"{name}_bias"] * has_bias
 
 
 def _attention_shapes(config: DecoderConfig) -> Shapes:
@@ -97,7 +105,7 @@ def _attention_shapes(config: DecoderConfig) -> Shapes:
     if config.out_bias:
         shapes["out_bias"] = (D,)
     if config.qk_norm is not None:
-        per_head = config.qk_norm == "head"
+        per_head = config.qk_norm != "all"
         shapes |= {"q_norm": (K,) if per_head else (H, K), "k_norm": (K,) if per_head else (G, K)}
     if config.sinks:
         shapes["sinks"] = (H,)
@@ -129,9 +137,11 @@ def apply_cached_block(
     router = weights.get("router")
     weights = layers.cast({part: leaves for part, leaves in weights.items() if part != "router"}, config.dtype)
     attention, mlp = weights["attention"], weights["mlp"]
-    mixed, cache = _attention(config, attention, _branch_input(config, attention, stream.x), stream, cache, start)
+    normed, routers = _branch_input(config, attention, stream.x), stream.routers
+    mixed, cache = _attention(config, attention, normed, stream, cache, start)
     x = _add_branch(config, attention, stream.x, mixed)
-    normed, routers = _branch_input(config, mlp, x), stream.routers
+    if config.parallel != "norm":
+        normed = _branch_input(config, mlp, stream.x if config.parallel else x)
     if router is None:
         out = _mlp(config, mlp, normed)
     else:
@@ -148,28 +158,35 @@ def _branch_input(config: DecoderConfig, weights: Params, x: Array) -> Array:
 def _add_branch(config: DecoderConfig, weights: Params, x: Array, out: Array) -> Array:
     shard = layers.shard_positions if config.sequence_parallel else lambda x: x
     out = shard(out)
-    return shard(x + (apply_norm(config, weights, "post_norm", out) if config.post_norms else out))
+    out = apply_norm(config, weights, "post_norm", out) if config.post_norms else out
+    return shard(x + (out if config.branch_scale == 1 else out * jnp.asarray(config.branch_scale, out.dtype)))
 
 
 def apply_norm(
     config: DecoderConfig, weights: PyTree, name: str, x: Float[Array, "*batch D"]
 ) -> Float[Array, "*batch D"]:
     """Return x normed by the leaf `name`, in the norm of the config."""
-    scale = weights[name]
+    scale, bias = weights.get(name), weights.get(f"{name}_bias")
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    if config.norm.endswith("plus_one"):
+        assert scale is not None
+        scale = 1 + scale.astype(wide)
+    if config.norm.startswith("layer"):
+        return _layer_norm(x, scale, bias, config.norm_epsilon)
+    assert scale is not None
     if config.norm == "rms":
         return layers.rms_norm(x, scale, config.norm_epsilon)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    if config.norm == "rms_plus_one":
-        return layers.rms_norm(x.astype(wide), 1 + scale.astype(wide), config.norm_epsilon).astype(x.dtype)
-    return _layer_norm(x, scale, weights[f"{name}_bias"], config.norm_epsilon)
+    return layers.rms_norm(x.astype(wide), scale, config.norm_epsilon).astype(x.dtype)
 
 
 @functools.partial(jax.checkpoint, static_argnums=3)
-def _layer_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> Array:
+def _layer_norm(x: Array, scale: Array | None, bias: Array | None, epsilon: float) -> Array:
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
     normed = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + epsilon)
-    return normed.astype(x.dtype) * jnp.broadcast_to(scale, x.shape) + jnp.broadcast_to(bias, x.shape)
+    normed = normed.astype(x.dtype)
+    normed = normed if scale is None else (normed * jnp.broadcast_to(scale, x.shape)).astype(x.dtype)
+    return _add_bias(normed, bias)
 
 
 def _attention(
@@ -186,6 +203,8 @@ def _attention(
     if config.latent is None:
         query, key, value = _qkv(config, weights, x)
         query, key = rotate(query), rotate(key)
+        if config.qk_norm == "rotated_head":
+            query, key = (apply_norm(config, weights, f"{name}_norm", x) for name, x in (("q", query), ("k", key)))
     else:
         query, key, value = latent_qkv(weights, x, config.latent, rotate)
     if config.attention_scale is not None:
@@ -219,7 +238,7 @@ def _qkv(config: DecoderConfig, weights: Params, x: Array) -> tuple[Array, Array
         query, (key, value) = project("q"), jnp.split(project("kv"), 2, axis=-1)
     else:
         query, key, value = project("q"), project("k"), project("v")
-    if config.qk_norm is None:
+    if config.qk_norm in (None, "rotated_head"):
         return query, key, value
     return norm(query, "q_norm"), norm(key, "k_norm"), value
 
@@ -335,10 +354,13 @@ def _experts(
         router_bias=router.get("bias"),
         groups=experts.groups,
         scale=experts.scale,
-        shared=weights.get("shared"),
+        shared=None if experts.shared_gate else weights.get("shared"),
         chunk=experts.chunk,
         activation=ACTIVATIONS[config.activation],
     )
+    if experts.shared_gate:
+        gate = jax.nn.sigmoid(x @ router["shared_gate"].astype(x.dtype))
+        mixed = mixed + gate * _mlp(config, weights["shared"], x)
     return mixed, None if routers is None else routers.after_block(statistics)
 
 

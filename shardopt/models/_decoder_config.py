@@ -15,8 +15,9 @@ from shardopt.models._rope import Rope
 from shardopt.nn._low_precision import Precision, check_precision
 from shardopt.nn._router import Score
 
-Norm = Literal["rms", "rms_plus_one", "layer"]
+Norm = Literal["rms", "rms_plus_one", "layer", "layer_plus_one", "layer_scale", "layer_fixed"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared", "clamped_swiglu"]
+QKNorm = Literal["head", "rotated_head", "all"]
 Balance = Literal["bias", "loss", "sequence_loss"]
 
 
@@ -62,6 +63,7 @@ class Experts(NamedTuple):
       top_k: experts of a token.
       hidden: hidden units of an expert.
       shared_hidden: hidden units of the shared expert; 0 is none.
+      shared_gate: whether each token weights the shared expert by a sigmoid of its own, "router/shared_gate" (Qwen 2 MoE).
       score: "softmax" or "sigmoid".
       normalize: whether the weights of a token's experts are divided by their sum.
       groups: (number of groups, how many are open to a token).
@@ -82,6 +84,7 @@ class Experts(NamedTuple):
     top_k: int
     hidden: int
     shared_hidden: int = 0
+    shared_gate: bool = False
     score: Score = "softmax"
     normalize: bool = True
     groups: tuple[int, int] | None = None
@@ -112,11 +115,15 @@ class DecoderConfig:
       kinds: the kinds of blocks.
       pattern: the kind of each block as an index into `kinds`; empty if all are the first.
       positions: rows of the table of learned positions; 0 is no table.
-      norm: "rms", "rms_plus_one" (the factor is 1 + w, as in Gemma) or "layer", which has a bias.
+      norm: "rms" or "layer", which also subtracts the mean and has a bias. In "rms_plus_one" (Gemma) and "layer_plus_one"
+        (Nemotron) the factor is 1 + w. "layer_scale" (Cohere) has no bias, and "layer_fixed" (OLMo) has no weights.
       norm_epsilon: the number that norms add to the mean square.
       pre_norms: whether attention and mlp get normed inputs.
       post_norms: whether their outputs are normed, before they are added.
-      qk_norm: norms of queries and keys: "head" norms each head, "all" norms all heads of a token together; None is none.
+      parallel: the mlp and attention of a block add to the same input: with "norm" both read the norm of attention, with
+        "input" each has a norm of its own; None is one branch after the other.
+      qk_norm: norms of queries and keys: "head" norms each head, "rotated_head" does it after rotation, "all" norms all heads
+        of a token together; None is none.
       qkv_bias: whether queries, keys and values have biases.
       out_bias: whether the last product of attention has a bias.
       mlp_bias: whether the products of the mlp have biases.
@@ -127,6 +134,9 @@ class DecoderConfig:
       logits_softcap: the cap of logits, as in `so.nn.cross_entropy`.
       sinks: whether each head has a sink, as in `so.nn.attention`.
       embedding_scale: the factor of embeddings.
+      branch_scale: the factor of what attention and mlp add.
+      logits_scale: the factor of logits.
+      head_bias: whether logits have a bias, the leaf "head_bias".
       tied: whether the embedding is also the output projection; otherwise that is the leaf "head".
       latent: sizes of latent attention (DeepSeek), a `moe.Latent`; None is grouped attention.
       experts: the mixture of experts; None is an mlp in each block.
@@ -165,7 +175,8 @@ class DecoderConfig:
     norm_epsilon: float = 1e-6
     pre_norms: bool = True
     post_norms: bool = False
-    qk_norm: Literal["head", "all"] | None = None
+    parallel: Literal["norm", "input"] | None = None
+    qk_norm: QKNorm | None = None
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -176,6 +187,9 @@ class DecoderConfig:
     logits_softcap: float | None = None
     sinks: bool = False
     embedding_scale: float = 1.0
+    branch_scale: float = 1.0
+    logits_scale: float = 1.0
+    head_bias: bool = False
     tied: bool = False
     latent: Latent | None = None
     experts: Experts | None = None
@@ -202,8 +216,8 @@ class DecoderConfig:
         )
         if not problems and self.num_heads % self.kv_heads:
             problems.append(f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}")
-        choices = {"norm": get_args(Norm), "activation": get_args(Activation), "qk_norm": ("head", "all", None)}
-        choices["fused"] = ("kv", "qkv", None)
+        choices = {"norm": get_args(Norm), "activation": get_args(Activation), "fused": ("kv", "qkv", None)}
+        choices |= {"qk_norm": (*get_args(QKNorm), None), "parallel": ("norm", "input", None)}
         problems += [
             f"{name} must be one of {', '.join(map(str, values))}, got {getattr(self, name)!r}"
             for name, values in choices.items()
@@ -220,12 +234,30 @@ class DecoderConfig:
             self.num_kv_heads not in (None, self.num_heads) or self.qk_norm or self.qkv_bias
         ):
             problems.append("num_kv_heads, qk_norm and qkv_bias are for attention that is not latent")
+        if self.norm not in ("rms", "rms_plus_one") and self.qk_norm:
+            problems.append(f"norm={self.norm!r} is for models without qk_norm")
+        if self.qk_norm == "rotated_head" and any(kind.rope and kind.rope.interleaved for kind in self.kinds):
+            problems.append("qk_norm='rotated_head' is for rotary pairs that are not interleaved")
+        if self.parallel and (self.post_norms or not self.pre_norms):
+            problems.append("parallel is for blocks with pre_norms and without post_norms")
+        if self.latent is not None and self.latent.value > self.head_width:
+            problems.append(
+                f"latent.value={self.latent.value} is wider than queries and keys, which have {self.head_width} dims"
+            )
+        if self.experts is not None:
+            groups, num_open = self.experts.groups or (1, 1)
+            if self.experts.top_k > (choices_left := self.experts.number * num_open // groups):
+                problems.append(
+                    f"experts.top_k={self.experts.top_k}, but a token can go to {choices_left} experts only"
+                )
         if self.experts is not None and not 0 <= self.experts.num_first < self.num_layers:
             problems.append(
                 f"experts.num_first={self.experts.num_first} leaves no block of {self.num_layers} with experts"
             )
         if self.experts is not None and (self.experts.balance or self.experts.z_loss) and not self.experts.loads:
             problems.append("experts.balance and experts.z_loss need experts.loads")
+        if self.fused and self.experts is not None and self.experts.shared_gate:
+            problems.append("fused is for models without experts.shared_gate")
         if self.fused == "qkv" and self.kv_heads != self.num_heads:
             problems.append(
                 f"fused='qkv' needs as many heads of keys as of queries, got {self.kv_heads} and {self.num_heads}"

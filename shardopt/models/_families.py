@@ -9,7 +9,7 @@ from shardopt.models._latent_attention import Latent
 
 Reader = Callable[[Fields], dict[str, Any]]
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -34,6 +34,7 @@ class Family(NamedTuple):
       transposed: whether the weights of linear layers are stored [out, in].
       ignored: regular expressions of tensors that are no weights.
       optional: the beginning of names that files may leave out.
+      by_head: names in `block` whose tensors join leaves head by head, not one after the other.
       has_predictors: whether files may have blocks after the last one, which predict further tokens in training.
     """
 
@@ -46,6 +47,7 @@ class Family(NamedTuple):
     transposed: bool = True
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
     optional: str = ""
+    by_head: frozenset[str] = frozenset()
     has_predictors: bool = False
 
 
@@ -59,22 +61,22 @@ QKV = {
 }
 _QK_NORMS = {"self_attn.q_norm.weight": "attention/q_norm", "self_attn.k_norm.weight": "attention/k_norm"}
 _ATTENTION = QKV | OUT | _QK_NORMS
-_MLP = {
+MLP = {
     f"mlp.{name}_proj.{kind}": f"mlp/{name}{suffix}"
     for name in ("gate", "up", "down")
     for kind, suffix in (("weight", ""), ("bias", "_bias"))
 }
-LLAMA_BLOCK = PRE_NORMS | _ATTENTION | _MLP
+LLAMA_BLOCK = PRE_NORMS | _ATTENTION | MLP
 _POST_NORMS = {
     "post_attention_layernorm.weight": "attention/post_norm",
     "post_feedforward_layernorm.weight": "mlp/post_norm",
 }
 
-POST_NORM_BLOCK = _ATTENTION | _MLP | _POST_NORMS
+POST_NORM_BLOCK = _ATTENTION | MLP | _POST_NORMS
 
 
-def sizes(fields: Fields) -> dict[str, Any]:
-    """Return what nearly all families call by the same names."""
+def sizes(fields: Fields, hidden: int | None = None) -> dict[str, Any]:
+    """Return what nearly all families call by the same names; `hidden` is in place of "intermediate_size"."""
     return {
         "vocab_size": fields.size("vocab_size"),
         "dim": fields.size("hidden_size"),
@@ -82,11 +84,11 @@ def sizes(fields: Fields) -> dict[str, Any]:
         "num_heads": fields.size("num_attention_heads"),
         "num_kv_heads": fields["num_key_value_heads"],
         "head_dim": fields["head_dim"],
-        "hidden": fields.size("intermediate_size"),
+        "hidden": hidden or fields.size("intermediate_size"),
         "max_length": fields.size("max_position_embeddings"),
         "norm_epsilon": fields["rms_norm_eps"],
         "tied": bool(fields["tie_word_embeddings"]),
-        "activation": fields.choice("hidden_act", _ACTIVATIONS),
+        "activation": fields.choice("hidden_act", ACTIVATIONS),
     }
 
 
@@ -112,7 +114,7 @@ def _qwen2(fields: Fields) -> dict[str, Any]:
     return sizes(fields) | _qwen_kinds(fields) | {"qkv_bias": True}
 
 
-def _qwen3(fields: Fields) -> dict[str, Any]:
+def qwen3(fields: Fields) -> dict[str, Any]:
     bias = bool(fields["attention_bias"])
     return sizes(fields) | _qwen_kinds(fields) | {"qkv_bias": bias, "out_bias": bias, "qk_norm": "head"}
 
@@ -150,7 +152,7 @@ def _gemma(fields: Fields, period: int) -> dict[str, Any]:
 
     return {
         **sizes(fields),
-        "activation": fields.choice("hidden_activation", _ACTIVATIONS),
+        "activation": fields.choice("hidden_activation", ACTIVATIONS),
         "norm": "rms_plus_one",
         "post_norms": True,
         "qkv_bias": bias,
@@ -163,7 +165,7 @@ def _gemma(fields: Fields, period: int) -> dict[str, Any]:
     }
 
 
-def _gemma2(fields: Fields) -> dict[str, Any]:
+def gemma2(fields: Fields) -> dict[str, Any]:
     return _gemma(fields, 2)
 
 
@@ -189,7 +191,7 @@ def _gpt2(fields: Fields) -> dict[str, Any]:
         "positions": length,
         "norm": "layer",
         "norm_epsilon": fields["layer_norm_epsilon"],
-        "activation": fields.choice("activation_function", _ACTIVATIONS),
+        "activation": fields.choice("activation_function", ACTIVATIONS),
         "gated": False,
         "qkv_bias": True,
         "out_bias": True,
@@ -213,7 +215,7 @@ def _qwen3_moe(fields: Fields) -> dict[str, Any]:
     experts = Experts(number, fields.size("num_experts_per_tok"), hidden, normalize=normalize)
     window = fields["sliding_window"] if fields["use_sliding_window"] else None
     kinds = fields.kinds(None, window, lambda kind: rope(fields, kind))
-    return _qwen3(fields) | kinds | {"pattern": (), "experts": experts}
+    return qwen3(fields) | kinds | {"pattern": (), "experts": experts}
 
 
 def _deepseek(fields: Fields) -> dict[str, Any]:
@@ -224,19 +226,6 @@ def _deepseek(fields: Fields) -> dict[str, Any]:
     names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     latent = Latent(*map(fields.size, names))
     fields.require("qk_head_dim", None, latent.nope + latent.rope)
-    hidden = fields.size("moe_intermediate_size")
-    experts = Experts(
-        fields.size("n_routed_experts"),
-        fields.size("num_experts_per_tok"),
-        hidden,
-        shared_hidden=hidden * fields["n_shared_experts"],
-        score="sigmoid",
-        normalize=bool(fields["norm_topk_prob"]),
-        groups=(fields.size("n_group"), fields.size("topk_group")),
-        scale=float(fields["routed_scaling_factor"]),
-        choice_bias=True,
-        num_first=fields["first_k_dense_replace"],
-    )
     rope = fields.rope(latent.rope, interleaved=fields["rope_interleave"])
     scaling = (fields["rope_scaling"] or {}) or (fields["rope_parameters"] or {})
     scale = yarn_scale(rope.factor, scaling.get("mscale_all_dim") or 0) if rope.kind == "yarn" else 1.0
@@ -244,10 +233,27 @@ def _deepseek(fields: Fields) -> dict[str, Any]:
         "num_kv_heads": None,
         "head_dim": None,
         "latent": latent,
-        "experts": experts,
+        "experts": deepseek_experts(fields),
         "kinds": (BlockKind(rope=rope),),
     }
     return sizes(fields) | changes | {"attention_scale": scale**2 * (latent.nope + latent.rope) ** -0.5}
+
+
+def deepseek_experts(fields: Fields) -> Experts:
+    """Return DeepSeek-V3's experts, which are chosen by the sigmoid of a score plus a bias."""
+    hidden = fields.size("moe_intermediate_size")
+    return Experts(
+        fields.size("n_routed_experts"),
+        fields.size("num_experts_per_tok"),
+        hidden,
+        shared_hidden=hidden * (fields["n_shared_experts"] or 0),
+        score="sigmoid",
+        normalize=bool(fields["norm_topk_prob"]),
+        groups=(fields.size("n_group"), fields.size("topk_group")),
+        scale=float(fields["routed_scaling_factor"]),
+        choice_bias=True,
+        num_first=fields["first_k_dense_replace"] or 0,
+    )
 
 
 def _gpt_oss(fields: Fields) -> dict[str, Any]:
@@ -281,7 +287,7 @@ LLAMA_DEFAULTS: dict[str, Any] = {
     "rope_theta": 10_000.0,
     "tie_word_embeddings": False,
 }
-_MISTRAL_DEFAULTS = LLAMA_DEFAULTS | {
+MISTRAL_DEFAULTS = LLAMA_DEFAULTS | {
     "num_key_value_heads": 8,
     "max_position_embeddings": 131072,
     "sliding_window": 4096,
@@ -294,7 +300,7 @@ _GEMMA_DEFAULTS = LLAMA_DEFAULTS | {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
-_GEMMA2_DEFAULTS = _GEMMA_DEFAULTS | {
+GEMMA2_DEFAULTS = _GEMMA_DEFAULTS | {
     "max_position_embeddings": 8192,
     "final_logit_softcapping": 30.0,
     "attn_logit_softcapping": 50.0,
@@ -305,7 +311,11 @@ _GEMMA3_DEFAULTS = _GEMMA_DEFAULTS | {
     "rope_local_base_freq": 10_000.0,
     "sliding_window_pattern": 6,
 }
-_PHI3_DEFAULTS = LLAMA_DEFAULTS | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+_PHI3_DEFAULTS = LLAMA_DEFAULTS | {
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "partial_rotary_factor": 1.0,
+}
 _GPT2_DEFAULTS = {
     "n_positions": 1024,
     "layer_norm_epsilon": 1e-5,
@@ -315,7 +325,7 @@ _GPT2_DEFAULTS = {
     "scale_attn_by_inverse_layer_idx": False,
     "reorder_and_upcast_attn": False,
 }
-_MIXTRAL_DEFAULTS = _MISTRAL_DEFAULTS | {
+_MIXTRAL_DEFAULTS = MISTRAL_DEFAULTS | {
     "rope_theta": 1e6,
     "rms_norm_eps": 1e-5,
     "sliding_window": None,
@@ -350,6 +360,13 @@ _GPT_OSS_DEFAULTS = LLAMA_DEFAULTS | {
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5,
     "rope_theta": 150_000.0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150_000.0,
+        "factor": 32.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
     "sliding_window": 128,
     "num_local_experts": 128,
     "num_experts_per_tok": 4,
@@ -415,14 +432,13 @@ _LATENT = {
     "self_attn.kv_a_layernorm.weight": "attention/kv_norm",
     "self_attn.kv_b_proj.weight": "attention/kv",
 }
-_DEEPSEEK_BLOCK = (
-    PRE_NORMS
-    | _LATENT
-    | OUT
-    | _MLP
-    | {"mlp.gate.weight": "router/kernel", "mlp.gate.e_score_correction_bias": "router/choice_bias"}
+PROJECTIONS = "gate_proj", "down_proj", "up_proj"
+DEEPSEEK_EXPERTS = (
+    {"mlp.gate.weight": "router/kernel", "mlp.gate.e_score_correction_bias": "router/choice_bias"}
     | {f"mlp.shared_experts.{name}_proj.weight": f"shared/{name}" for name in ("gate", "up", "down")}
+    | experts_of("mlp.experts", *PROJECTIONS)
 )
+_DEEPSEEK_BLOCK = PRE_NORMS | _LATENT | OUT | MLP | DEEPSEEK_EXPERTS
 _GPT_OSS_BLOCK = (
     PRE_NORMS
     | QKV
@@ -437,13 +453,12 @@ _GPT_OSS_BLOCK = (
         "mlp.experts.down_proj_bias": "experts/down_bias",
     }
 )
-PROJECTIONS = "gate_proj", "down_proj", "up_proj"
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", LLAMA_DEFAULTS, llama, OUTER, LLAMA_BLOCK),
-    "mistral": Family("MistralForCausalLM", _MISTRAL_DEFAULTS, mistral, OUTER, LLAMA_BLOCK),
+    "mistral": Family("MistralForCausalLM", MISTRAL_DEFAULTS, mistral, OUTER, LLAMA_BLOCK),
     "qwen2": Family("Qwen2ForCausalLM", _QWEN_DEFAULTS, _qwen2, OUTER, LLAMA_BLOCK),
-    "qwen3": Family("Qwen3ForCausalLM", _QWEN_DEFAULTS | {"head_dim": 128}, _qwen3, OUTER, LLAMA_BLOCK),
+    "qwen3": Family("Qwen3ForCausalLM", _QWEN_DEFAULTS | {"head_dim": 128}, qwen3, OUTER, LLAMA_BLOCK),
     "olmo2": Family(
         "Olmo2ForCausalLM",
         LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5},
@@ -451,8 +466,8 @@ FAMILIES: dict[str, Family] = {
         OUTER,
         POST_NORM_BLOCK,
     ),
-    "gemma2": Family("Gemma2ForCausalLM", _GEMMA2_DEFAULTS, _gemma2, OUTER, _ATTENTION | _MLP | _GEMMA_NORMS),
-    "gemma3_text": Family("Gemma3ForCausalLM", _GEMMA3_DEFAULTS, _gemma3, OUTER, _ATTENTION | _MLP | _GEMMA_NORMS),
+    "gemma2": Family("Gemma2ForCausalLM", GEMMA2_DEFAULTS, gemma2, OUTER, _ATTENTION | MLP | _GEMMA_NORMS),
+    "gemma3_text": Family("Gemma3ForCausalLM", _GEMMA3_DEFAULTS, _gemma3, OUTER, _ATTENTION | MLP | _GEMMA_NORMS),
     "phi3": Family("Phi3ForCausalLM", _PHI3_DEFAULTS, _phi3, OUTER, _PHI3_BLOCK),
     "gpt2": Family(
         "GPT2LMHeadModel",
@@ -485,7 +500,7 @@ FAMILIES: dict[str, Family] = {
         _DEEPSEEK_DEFAULTS,
         _deepseek,
         OUTER,
-        _DEEPSEEK_BLOCK | experts_of("mlp.experts", *PROJECTIONS),
+        _DEEPSEEK_BLOCK,
         has_predictors=True,
     ),
 }

@@ -16,10 +16,8 @@ NEUTRAL = frozenset(
         "_sliding_window_pattern",
         "architectures",
         "auto_map",
-        "bos_token_id",
         "cache_implementation",
         "dtype",
-        "eos_token_id",
         "gradient_checkpointing",
         "id2label",
         "initializer_range",
@@ -27,10 +25,8 @@ NEUTRAL = frozenset(
         "label2id",
         "model_type",
         "n_ctx",
-        "pad_token_id",
         "pretraining_tp",
         "return_dict",
-        "sep_token_id",
         "task_specific_params",
         "torch_dtype",
         "transformers_version",
@@ -58,7 +54,7 @@ NEUTRAL = frozenset(
         "ep_size",
     ]
 )
-"""Fields that do not change the logits: tokens, the form of the file, losses that are off, and dropout, which the decoder has not."""
+"""Fields that do not change the logits, next to those that end in "_token_id": the form of the file, losses that are off, and dropout, which the decoder has not."""
 
 _OFF = frozenset(
     [
@@ -112,7 +108,11 @@ class Fields:
 
     def unread_problems(self) -> list[str]:
         """Return a problem for each field that was not read and may ask for something."""
-        unread = {name: value for name, value in self._values.items() if name not in self._read | NEUTRAL}
+        unread = {
+            name: value
+            for name, value in self._values.items()
+            if name not in self._read | NEUTRAL and not name.endswith("_token_id")
+        }
         return [
             f"{name} is {value!r}, which the decoder does not know"
             for name, value in unread.items()
@@ -128,12 +128,17 @@ class Fields:
           changes: fields of the old form that blocks of this type have differently.
         """
         old, new = changes.get("rope_scaling", self["rope_scaling"]) or {}, self["rope_parameters"] or {}
+        if old and "rope_parameters" not in self._values:
+            new = {}  # the default of a family, which the old form replaces as a whole
         scaling = dict(new.get(group) or {} if group in new else {} if _is_grouped(new) else new) | dict(old)
         kind = scaling.pop("rope_type", scaling.pop("type", "default"))
         scaling.pop("type", None)
         base = scaling.pop("rope_theta", changes.get("rope_theta", self["rope_theta"])) or 10_000.0
-        share = scaling.pop("partial_rotary_factor", self["partial_rotary_factor"])
-        dims = None if share in (None, 1, 1.0) else int(head_dim * share)
+        share = self["partial_rotary_factor"]
+        share = scaling.pop("partial_rotary_factor", changes.get("partial_rotary_factor", share))
+        if "partial_rotary_factor" not in self._defaults and share not in (None, 1):
+            self.problems.append(f"partial_rotary_factor is {share!r}, and all dims of this family's heads rotate")
+        dims = None if share in (None, 1) else int(head_dim * share)
         kind = "longrope" if kind == "su" else kind  # the name in older files
         interleaved = bool(changes.get("interleaved", False))
         make = _KINDS.get(kind)

@@ -1,4 +1,4 @@
-"""More families of open models as data, and why some models are none of them."""
+"""More families of open models as data: dense and with experts, in the blocks of Llama."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from shardopt.models._families import Family
 from shardopt.models._fields import Fields
 
 
-def _kinds_of(blocks: list[BlockKind]) -> dict[str, Any]:
+def kinds_of(blocks: list[BlockKind]) -> dict[str, Any]:
     """Return `kinds` and `pattern` of a `DecoderConfig` from the kind of each block."""
     kinds = tuple(dict.fromkeys(blocks))
     return {"kinds": kinds, "pattern": tuple(map(kinds.index, blocks)) if len(kinds) > 1 else ()}
@@ -24,7 +24,7 @@ def _smollm3(fields: Fields) -> dict[str, Any]:
         BlockKind(window if kind == "sliding_attention" else None, rope if has_rope else None)
         for kind, has_rope in zip(types, rotates, strict=True)
     ]
-    return base.llama(fields) | _kinds_of(blocks)
+    return base.llama(fields) | kinds_of(blocks)
 
 
 def _gemma(fields: Fields) -> dict[str, Any]:
@@ -93,9 +93,13 @@ def _ernie(fields: Fields) -> dict[str, Any]:
 
 
 def _stablelm(fields: Fields) -> dict[str, Any]:
-    fields.require("use_parallel_residual", False)
     fields.require("qk_layernorm", False)
-    norm = {"norm": "layer", "norm_epsilon": fields["layer_norm_eps"], "qkv_bias": bool(fields["use_qkv_bias"])}
+    norm = {
+        "parallel": "norm" if fields["use_parallel_residual"] else None,
+        "norm": "layer",
+        "norm_epsilon": fields["layer_norm_eps"],
+        "qkv_bias": bool(fields["use_qkv_bias"]),
+    }
     return base.sizes(fields) | fields.kinds(None, None, lambda kind: base.rope(fields, kind)) | norm
 
 
@@ -107,7 +111,7 @@ def _starcoder2(fields: Fields) -> dict[str, Any]:
     return base.mistral(fields) | changes | {"qkv_bias": bias, "out_bias": bias, "mlp_bias": bias}
 
 
-def _olmoe(fields: Fields) -> dict[str, Any]:
+def olmoe(fields: Fields) -> dict[str, Any]:
     fields.require("clip_qkv", None)
     number = fields.size("num_experts" if fields["num_experts"] is not None else "num_local_experts")
     hidden, normalize = fields.size("intermediate_size"), bool(fields["norm_topk_prob"])
@@ -124,11 +128,11 @@ _GLM_DEFAULTS = _DEFAULTS | {
     "attention_bias": True,
     "partial_rotary_factor": 0.5,
 }
-_NORM_BIASES = {
+NORM_BIASES = {
     "input_layernorm.bias": "attention/norm_bias",
     "post_attention_layernorm.bias": "mlp/norm_bias",
 }
-_LAYER_NORM_OUTER = base.OUTER | {"model.norm.bias": "norm_bias"}
+LAYER_NORM_OUTER = base.OUTER | {"model.norm.bias": "norm_bias"}
 _FUSED_MLP = {"mlp.gate_up_proj.weight": ("mlp/gate", "mlp/up"), "mlp.down_proj.weight": "mlp/down"}
 _GLM_BLOCK = base.QKV | {"self_attn.o_proj.weight": "attention/out"} | _FUSED_MLP
 _GLM4_NORMS = base.PRE_NORMS | {
@@ -230,8 +234,8 @@ FAMILIES: dict[str, Family] = base.FAMILIES | {
             "partial_rotary_factor": 0.25,
         },
         _stablelm,
-        _LAYER_NORM_OUTER,
-        base.LLAMA_BLOCK | _NORM_BIASES,
+        LAYER_NORM_OUTER,
+        base.LLAMA_BLOCK | NORM_BIASES,
     ),
     "starcoder2": Family(
         "Starcoder2ForCausalLM",
@@ -245,45 +249,16 @@ FAMILIES: dict[str, Family] = base.FAMILIES | {
             "tie_word_embeddings": True,
         },
         _starcoder2,
-        _LAYER_NORM_OUTER,
-        base.PRE_NORMS | base.QKV | base.OUT | _STARCODER2_MLP | _NORM_BIASES,
+        LAYER_NORM_OUTER,
+        base.PRE_NORMS | base.QKV | base.OUT | _STARCODER2_MLP | NORM_BIASES,
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
         _DEFAULTS
         | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_experts_per_tok": 8, "num_experts": 64},
-        _olmoe,
+        olmoe,
         base.OUTER,
         base.QWEN3_MOE_BLOCK | base.experts_of("mlp.experts", *base.PROJECTIONS),
     ),
 }
 """model_type of config.json -> family."""
-
-_PARALLEL = "its attention and mlp read the same input"
-_BIASES_ON_SCORES = "positions are added to the scores of attention (alibi)"
-UNFIT: dict[str, str] = {
-    "bloom": _BIASES_ON_SCORES,
-    "codegen": _PARALLEL,
-    "cohere": _PARALLEL,
-    "cohere2": _PARALLEL,
-    "falcon": f"{_PARALLEL}, or {_BIASES_ON_SCORES}",
-    "gpt_bigcode": "all heads share one tensor of queries, keys and values",
-    "gpt_neo": "the scores of attention are not scaled",
-    "gpt_neox": _PARALLEL,
-    "gptj": _PARALLEL,
-    "granite": "branches and logits are multiplied by factors",
-    "granitemoe": "branches and logits are multiplied by factors",
-    "mpt": _BIASES_ON_SCORES,
-    "nemotron": "its norm is a layer norm with the factor 1 + w",
-    "olmo": "its norm has no weights",
-    "opt": "its positions begin with the third row of a table",
-    "phi": _PARALLEL,
-    "qwen2_moe": "the shared expert has a gate",
-    "deepseek_v2": "the experts of a token are chosen in another way",
-    "gemma3": "it has a vision tower; the text model alone has model_type 'gemma3_text'",
-    "gemma3n": "each block has embeddings of its own",
-    "llama4": "the experts get scaled inputs, and attention is by chunks",
-    "mamba": "it has no attention",
-    "mllama": "it has a vision tower",
-}
-"""model_type -> what the decoder does not have."""

@@ -16,7 +16,7 @@ from shardopt.core._block_model import BlockModel
 from shardopt.core._block_remat import Remat
 from shardopt.core._types import Loss, PyTree, leaves_with_paths
 from shardopt.models import _layers as layers
-from shardopt.models._decoder_block import Stream, apply_block, apply_norm, block_shapes
+from shardopt.models._decoder_block import Stream, apply_block, apply_norm, block_shapes, norm_leaves
 from shardopt.models._decoder_config import BlockKind, DecoderConfig, Experts
 from shardopt.models._inputs import Batch, Inputs, Params, Tokens, mean_loss, read_inputs
 from shardopt.models._rope import Rope
@@ -84,7 +84,7 @@ def rules(config: DecoderConfig) -> tuple[tuple[str, P], ...]:
     block_rules = (*(_FUSED_RULES if config.fused else ()), *_BLOCK_RULES)
     all_rules = [(f"(^|/)blocks/{pattern}", P(*spec)) for pattern, spec in block_rules]
     all_rules += [(f"(^|/)first_blocks/{pattern}", P(None, *spec)) for pattern, spec in block_rules]
-    all_rules.append(("(^|/)(embedding|head)$", P("tensor")))
+    all_rules += [("(^|/)(embedding|head)$", P("tensor")), ("(^|/)head_bias$", P("tensor"))]
     return _that_match(config, all_rules)
 
 
@@ -123,13 +123,14 @@ def shapes_of(config: DecoderConfig) -> Params:
     shapes: Params = {"embedding": (V, D)}
     if first:
         shapes["first_blocks"] = stacked(first, dense=True)
-    shapes |= {"blocks": stacked(L - first, dense=config.experts is None), "norm": (D,)}
-    if config.norm == "layer":
-        shapes["norm_bias"] = (D,)
+    shapes |= {"blocks": stacked(L - first, dense=config.experts is None)}
+    shapes |= dict.fromkeys(norm_leaves(config, "norm"), (D,))
     if config.positions:
         shapes["positions"] = (config.positions, D)
     if not config.tied:
         shapes["head"] = (V, D)
+    if config.head_bias:
+        shapes["head_bias"] = (V,)
     if config.experts is not None and config.experts.loads:
         names = ("router_load", "router_bias")[: 1 + (config.experts.balance == "bias")]
         shapes |= dict.fromkeys(names, (L - first, config.experts.number))
@@ -147,8 +148,8 @@ def init(config: DecoderConfig, rng: jax.Array) -> Params:
       rng: a jax random key.
 
     Returns:
-      A dict with "embedding" [V, D], "norm" [D], "blocks" and, where the config asks for them, "head", "positions", "norm_bias",
-      "first_blocks", "router_load" and "router_bias". "blocks" has "attention" with "q" [L, D, H, K], "k" and "v" [L, D, G, K] and "out" [L, H, K, D], or the
+      A dict with "embedding" [V, D], "norm" [D] and "blocks". Where the config asks for them, it has "head", "head_bias",
+      "positions", "norm_bias", "first_blocks", "router_load" and "router_bias". "blocks" has "attention" with "q" [L, D, H, K], "k" and "v" [L, D, G, K] and "out" [L, H, K, D], or the
       shapes of `Latent.shapes`. It has "mlp" with "gate" and "up" [L, D, F] and "down" [L, F, D], or "router", "experts" and
       "shared". Norms and biases are in the part that they belong to.
 
@@ -172,7 +173,7 @@ def init(config: DecoderConfig, rng: jax.Array) -> Params:
         if isinstance(shape, dict):
             return {name: draw(name, part) for name, part in shape.items()}
         if name.endswith("norm"):
-            return jnp.full(shape, 0 if config.norm == "rms_plus_one" else 1, config.param_dtype)
+            return jnp.full(shape, 0 if config.norm.endswith("plus_one") else 1, config.param_dtype)
         if name.startswith("router_"):
             return jnp.zeros(shape, jnp.promote_types(config.param_dtype, jnp.float32))
         if name.endswith("bias") or name == "sinks":
@@ -284,12 +285,18 @@ def _final_norm_and_head(config: DecoderConfig, outer: Params, x: Float[Array, "
     outer = layers.cast(
         {
             name: outer[name]
-            for name in ("norm", "norm_bias", "embedding", "head")
+            for name in ("norm", "norm_bias", "embedding", "head", "head_bias")
             if name in outer and (config.tied or name != "embedding")
         },
         config.dtype,
     )
-    return apply_norm(config, outer, "norm", x), outer["embedding" if config.tied else "head"]
+    normed, head = apply_norm(config, outer, "norm", x), outer["embedding" if config.tied else "head"]
+    if config.logits_scale != 1:
+        normed = normed * jnp.asarray(config.logits_scale, normed.dtype)
+    if config.head_bias:  # a component of x that is one has the bias as its weight
+        normed = jnp.concatenate([normed, jnp.ones((*normed.shape[:-1], 1), normed.dtype)], axis=-1)
+        head = jnp.concatenate([head, outer["head_bias"][:, None].astype(head.dtype)], axis=-1)
+    return normed, head
 
 
 def _loss(config: DecoderConfig, caller: str, outer: Params, stream: Stream, batch: Batch) -> Loss:

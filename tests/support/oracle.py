@@ -161,6 +161,105 @@ CASES = {
     "stablelm": ("stablelm", {"use_qkv_bias": True, "head_dim": None}),
     "starcoder2": ("starcoder2", {"sliding_window": 4}),
     "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24}),
+    "stablelm_parallel": ("stablelm", {"use_parallel_residual": True}),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "hyperclovax": ("hyperclovax", {"logits_scaling": 0.5, "residual_multiplier": 0.4}),
+    "nemotron": ("nemotron", {}),
+    "jais2": ("jais2", {}),
+    "olmo": ("olmo", {}),
+    "cohere": ("cohere", {"logit_scale": 0.25}),
+    "cohere2": (
+        "cohere2",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "phi": ("phi", {}),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox_in_turn": ("gpt_neox", {"use_parallel_residual": False}),
+    "falcon": ("falcon", {"ffn_hidden_size": 48, "num_key_value_heads": None, "intermediate_size": None}),
+    "helium": ("helium", {"head_dim": 8}),
+    "ministral": (
+        "ministral",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "cwm": (
+        "cwm",
+        {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 4, "rope_parameters": LLAMA3},
+    ),
+    "hunyuan": (
+        "hunyuan_v1_dense",
+        {
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0},
+        },
+    ),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
+    "mellum": (
+        "mellum",
+        EXPERTS
+        | {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "moe_intermediate_size": 16,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "flex_olmo": ("flex_olmo", {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24}),
+    "dots1": (
+        "dots1",
+        {
+            "num_hidden_layers": 3,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": True,
+            "sliding_window": 4,
+            "max_window_layers": 2,
+        },
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "attention_bias": True,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "use_qk_norm": True,
+            "num_mtp_layers": None,
+        },
+    ),
+    "vaultgemma": ("vaultgemma", GEMMA),
 }
 
 
@@ -182,7 +281,7 @@ def read_case(name):
 
 def write_folder(folder, config, shapes):
     """Write the folder of a case, as transformers would."""
-    plus_one = config["model_type"].startswith("gemma")
+    plus_one = config["model_type"].startswith(("gemma", "vaultgemma", "nemotron"))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     tensors = {tensor: weight(tensor, tuple(shape), plus_one) for tensor, shape in shapes.items()}

@@ -126,6 +126,7 @@ def test_latent_attention_and_experts_take_low_rank_products(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_peft_loads_our_files(opened, tmp_path):
     pytest.importorskip("peft", reason="needs the extra oracle and peft")
     import torch

@@ -151,7 +151,12 @@ REFUSED = [
     ("llama2", {"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method is 'awq', must be"),
     ("llama2", {"rope_scaling": {"rope_type": "axial", "factor": 2.0}}, "rope_type is 'axial', must be one of"),
     ("phi3_longrope", {"head_dim": 12}, "rope_scaling.short_factor has 4 numbers, must be 6"),
-    ("stablelm", {"use_parallel_residual": True}, "use_parallel_residual is True, must be False"),
+    ("stablelm", {"qk_layernorm": True}, "qk_layernorm is True, must be False"),
+    (
+        "llama2",
+        {"partial_rotary_factor": 0.5},
+        "partial_rotary_factor is 0.5, and all dims of this family's heads rotate",
+    ),
     ("llama2", {"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu', must be one of"),
     ("llama2", {"residual_multiplier": 0.22}, "residual_multiplier is 0.22, which the decoder does not know"),
     ("llama2", {"is_causal": False}, "is_causal is False, which the decoder does not know"),
@@ -171,20 +176,20 @@ def test_a_field_that_the_decoder_lacks_is_named(name, changes, message, tmp_pat
 
 
 def test_an_unknown_model_type_is_refused_and_can_be_named(tmp_path):
-    """Helium has the fields and tensors of a Llama, and rotates other pairs: only the caller can know."""
-    folder = folder_of(tmp_path, "llama2", model_type="helium", architectures=["HeliumForCausalLM"])
-    with pytest.raises(ValueError, match="has model_type 'helium', which is none of llama, "):
+    """A type can have the fields and tensors of a Llama, and rotate other pairs: only the caller can know."""
+    folder = folder_of(tmp_path, "llama2", model_type="xverse", architectures=["XverseForCausalLM"])
+    with pytest.raises(ValueError, match="has model_type 'xverse', which is none of llama, "):
         from_pretrained(folder)
     assert from_pretrained(folder, family="llama").config.num_layers == 2
 
 
 def test_a_model_type_that_the_decoder_cannot_be_is_refused_with_the_reason(tmp_path):
-    folder = folder_of(tmp_path, "llama2", model_type="cohere")
+    folder = folder_of(tmp_path, "llama2", model_type="mpt")
     with pytest.raises(ValueError, match="from_pretrained: ") as error:
         from_pretrained(folder)
     assert str(error.value) == (
-        f"from_pretrained: {folder} has model_type 'cohere', which the decoder cannot be: its attention and mlp read the "
-        "same input.\nFix: take a model of a family that docs/howto/open_weights.md lists."
+        f"from_pretrained: {folder} has model_type 'mpt', which the decoder cannot be: positions are added to the scores of "
+        "attention (alibi).\nFix: take a model of a family that docs/howto/open_weights.md lists."
     )
 
 
