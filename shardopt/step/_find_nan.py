@@ -158,7 +158,9 @@ def find_nan(opt: ShardedOptimizer, state: TrainState, batch: PyTree) -> NonFini
     cuts = _cuts(config, layout, batch)
     pieces = list(_pieces(config, state, cuts))
     with jax.debug_nans(False), jax.debug_infs(False), jax.set_mesh(None), jax.default_device(jax.local_devices()[0]):
-        return _Search(config, layout, cuts, jax.tree.map(_values, state.params), jax.tree.map(_values, batch)).run(pieces)
+        return _Search(config, layout, cuts, jax.tree.map(_values, state.params), jax.tree.map(_values, batch)).run(
+            pieces
+        )
 
 
 def _values(leaf: PyTree) -> PyTree:
