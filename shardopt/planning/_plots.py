@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardopt.core._errors import calling, format_error, plural
+from shardopt.core._extras import require
 from shardopt.core._figures import FilePath, new_figure, saved
 from shardopt.core._types import PyTree
 from shardopt.mesh import spec_axes
@@ -123,6 +124,7 @@ def _bars(
 
 @calling("plot")
 def _figure(predictions: Sequence[Prediction], *, columns: int) -> tuple["Figure", list["Axes"]]:
+    require("matplotlib", extra="plot")
     if not 1 <= len(predictions) <= _MAX_BARS:
         problem = f"there are {len(predictions)} predictions to draw."
         raise ValueError(
