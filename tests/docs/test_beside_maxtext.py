@@ -1,21 +1,18 @@
 """`benchmarks/beside_maxtext.py` without a compiler: rows, what is compared with what, the table and the picture."""
 
 import json
-import sys
 
 import pytest
 from support.paths import ROOT
+from support.scripts import imported
 
 pytestmark = pytest.mark.fast
 
 
 @pytest.fixture
-def script(monkeypatch):
-    """Import the script, and forget it afterwards."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    yield __import__("beside_maxtext")
-    for name in ("common", "beside_maxtext"):
-        del sys.modules[name]
+def script():
+    with imported("beside_maxtext") as module:
+        yield module
 
 
 def program(seconds, gigabytes):

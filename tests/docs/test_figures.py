@@ -1,12 +1,11 @@
 """The figures in the pages are those of the results files, and of the schedules."""
 
-import importlib
 import json
 import re
 import statistics
-import sys
 
 from support.paths import ROOT
+from support.scripts import imported
 
 import shardopt as so
 
@@ -253,12 +252,10 @@ def test_the_losses_of_experts_are_those_of_the_benchmark():
     assert f"up to {worst['experts, nothing']:.2f} times" in text
 
 
-def test_what_the_tpu_compiler_says_of_experts(monkeypatch):
+def test_what_the_tpu_compiler_says_of_experts():
     found = results("experts_pod")
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    cells = importlib.import_module("experts_pod").cells
-    for name in ("common", "beside_maxtext", "experts_pod"):
-        del sys.modules[name]
+    with imported("experts_pod") as script:
+        cells = script.cells
     assert rows("notes/experts.md", "compiled") == [cells(name, row["shardopt"]) for name, row in found.items()]
     for name, row in found.items():
         one = row["shardopt"]

@@ -1,10 +1,10 @@
 """`benchmarks/kernel_schedules.py` without a compiler: branches of a schedule, and the counts that the package has."""
 
 import json
-import sys
 
 import pytest
 from support.paths import ROOT
+from support.scripts import imported
 
 from shardopt.planning._attention_kernels import SCHEDULED
 
@@ -30,12 +30,9 @@ SCHEDULE = """
 
 
 @pytest.fixture
-def script(monkeypatch):
-    """Import the script, and forget it afterwards."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    yield __import__("kernel_schedules")
-    for name in ("common", "kernel_schedules"):
-        del sys.modules[name]
+def script():
+    with imported("kernel_schedules") as module:
+        yield module
 
 
 def test_the_branches_of_a_loop(script):

@@ -1,11 +1,10 @@
 """The comparison of compiled programs: equal records pass, and every sort of difference is found and told."""
 
 import json
-import os
 import sys
 
 import pytest
-from support.paths import ROOT
+from support.scripts import imported
 
 SUM = {
     "kind": "all-reduce",
@@ -32,14 +31,9 @@ RECORD = {
 
 
 @pytest.fixture
-def script(monkeypatch):
-    """Import the script, and forget it and the flags that it sets afterwards."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))
-    yield __import__("same_programs")
-    for name in ("common", "same_programs"):
-        del sys.modules[name]
+def script():
+    with imported("same_programs") as module:
+        yield module
 
 
 def again(record):

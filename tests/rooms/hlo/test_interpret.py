@@ -1,7 +1,6 @@
 """The interpreter of compiled programs equals XLA:CPU, refuses what it cannot interpret, and tells mutants apart."""
 
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,8 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.paths import ROOT
+from support.paths import PROGRAMS
+from support.scripts import imported
 
 from shardopt.hlo._hlo_text import parse
 from shardopt.hlo.proof import _interpret as interpreter
@@ -38,11 +38,10 @@ ENTRY main {
 
 
 @pytest.fixture
-def mutants(monkeypatch):
-    """Import the script of mutants, and forget it afterwards."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    yield __import__("mutants")
-    del sys.modules["mutants"]
+def mutants():
+    """The script of mutants."""
+    with imported("mutants") as script:
+        yield script
 
 
 def per_device(x, ids):
@@ -171,7 +170,7 @@ def test_bodies_inside_of_bodies_run_on_their_devices():
 @pytest.mark.parametrize(("name", "is_right"), [("wrong", False), ("right", True)])
 def test_finds_the_sum_that_libtpu_0_0_48_moved_out_of_a_loop(name, is_right):
     """openxla/xla 49143 on v5p:2x2x1: with the pass `while-loop-all-reduce-code-motion`, and without it."""
-    text = (ROOT / "tests" / "rooms" / "hlo" / "programs" / f"v5p_xla_49143_{name}.hlo").read_text()
+    text = (PROGRAMS / f"v5p_xla_49143_{name}.hlo").read_text()
     draw = np.random.default_rng(0)
     ids = draw.integers(0, 16, (2, 8, 8)).astype(np.int32)
     values = draw.normal(size=(2, 8, 8, 4, 8)).astype(np.float32)
@@ -182,7 +181,7 @@ def test_finds_the_sum_that_libtpu_0_0_48_moved_out_of_a_loop(name, is_right):
     assert (error <= 1e-6) if is_right else (error > 0.5)
     assert prove(text, inputs=inputs, outputs=["{replicated}"], mesh={"d": 4}).verdict == "unknown"
     # next to the program that XLA was given
-    written = (ROOT / "tests" / "rooms" / "hlo" / "programs" / "v5p_xla_49143_lowered.hlo").read_text()
+    written = (PROGRAMS / "v5p_xla_49143_lowered.hlo").read_text()
     proof = prove(text, inputs=inputs, outputs=["{replicated}"], mesh={"d": 4}, lowered=written)
     assert proof.verdict == ("agrees" if is_right else "wrong")
     if proof.problem is not None:

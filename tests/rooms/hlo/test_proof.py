@@ -3,7 +3,6 @@
 The programs by hand are proved twice: alone, and next to the program that XLA was given.
 """
 
-import sys
 import warnings
 
 import jax
@@ -12,7 +11,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.paths import ROOT
+from support.scripts import imported
 from support.table import STRATEGIES
 
 import shardopt as so
@@ -292,12 +291,10 @@ def step_of(name: str):
 
 
 @pytest.fixture
-def corpus(monkeypatch):
-    """Import the script that compiles the strategy table, and forget its modules afterwards."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    yield __import__("compiled_corpus")
-    for name in ("compiled_corpus", "same_programs"):
-        del sys.modules[name]
+def corpus():
+    """The script that compiles the strategy table."""
+    with imported("compiled_corpus") as script:
+        yield script
 
 
 TABLE = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "local_sgd", "diloco", "gpt", "moe")
