@@ -371,7 +371,7 @@ class _Search:
     def loss_of(self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None) -> tuple[jax.Array, PyTree]:
         """Return the loss of some rows, and the new values of frozen leaves."""
         parts = self.parts_of(leaves, batch, key)
-        if key is None and num_rows(self.config, batch) == num_rows(self.config, self.batch):
+        if self.is_whole(batch, key):
             return value_of(parts.loss), parts.updates
         # the weight of a piece may be 0: the step divides by the weight of all pieces
         return jnp.sum(jnp.stack(jax.tree.leaves(parts.loss.total))), parts.updates
@@ -390,11 +390,14 @@ class _Search:
         returned = self.returned(self.layout.treedef.unflatten(leaves), batch, key)
         return loss_parts(self.config.strategy, returned, num_rows(self.config, batch))
 
+    def is_whole(self, batch: PyTree, key: jax.Array | None) -> bool:
+        """Return whether these are all rows, for a loss without a random key: no other rows have a part in its value."""
+        return key is None and num_rows(self.config, batch) == num_rows(self.config, self.batch)
+
     def returned(self, params: PyTree, batch: PyTree, key: jax.Array | None) -> PyTree:
         """Return the result of the loss. If it names mesh axes, one device stands for all: each axis has size 1."""
         loss_fn = self.config.loss.loss_fn
-        is_whole = key is None and num_rows(self.config, batch) == num_rows(self.config, self.batch)
-        hides_rows = self.cuts.hide_rows and not is_whole
+        hides_rows = self.cuts.hide_rows and not self.is_whole(batch, key)
         if hides_rows:
             axes = self.config.axes
             loss_fn = with_rows(RowContext(axes.summed, axes.num_shares, refused=_CANNOT_SEE), loss_fn)

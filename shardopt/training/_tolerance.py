@@ -11,9 +11,7 @@ from shardopt.transforms._skip_anomalies import SkipAnomaliesState
 
 def num_skipped(state: TrainState) -> jax.Array | None:
     """Return how many updates were skipped so far, on the device; None if the optimizer never skips one."""
-    if counts := [anomalies.num_skipped for anomalies in states_of(SkipAnomaliesState, state.opt_state)]:
-        return _total(counts)
-    counts = [finite.total_notfinite for finite in states_of(optax.ApplyIfFiniteState, state.opt_state)]
+    counts = _counts(state)
     return _total(counts) if counts else None
 
 
@@ -29,13 +27,19 @@ def tolerated(state: TrainState, num_before: jax.Array | None) -> jax.Array | No
       num_before: `num_skipped` of the state before it. Inside of `optax.MultiSteps` a flag still speaks of the last
         update, which may be steps ago.
     """
-    num_after = num_skipped(state)
-    if num_before is None or num_after is None:
+    if num_before is None:
         return None
+    counts = _counts(state)
     if anomaly_states := states_of(SkipAnomaliesState, state.opt_state):
-        return _is_skipped(num_before, num_after, [anomalies.hopeless for anomalies in anomaly_states])
+        return _is_skipped(num_before, counts, [anomalies.hopeless for anomalies in anomaly_states])
     replicas = state.opt_state.params if isinstance(state.opt_state, Replicas) else ()
-    return _is_harmless(num_before, num_after, (state.params, replicas))
+    return _is_harmless(num_before, counts, (state.params, replicas))
+
+
+def _counts(state: TrainState) -> list[jax.Array]:
+    """Return the counts of skipped updates, of `skip_anomalies` if there is one, else of `apply_if_finite`."""
+    anomaly_counts = [anomalies.num_skipped for anomalies in states_of(SkipAnomaliesState, state.opt_state)]
+    return anomaly_counts or [finite.total_notfinite for finite in states_of(optax.ApplyIfFiniteState, state.opt_state)]
 
 
 @jax.jit
@@ -44,13 +48,13 @@ def _total(counts: list[jax.Array]) -> jax.Array:
 
 
 @jax.jit
-def _is_skipped(num_before: jax.Array, num_after: jax.Array, hopeless: list[jax.Array]) -> jax.Array:
-    return (num_before != num_after) & ~jnp.stack([jnp.any(flag) for flag in hopeless]).any()
+def _is_skipped(num_before: jax.Array, counts: list[jax.Array], hopeless: list[jax.Array]) -> jax.Array:
+    return (num_before != _total(counts)) & ~jnp.stack([jnp.any(flag) for flag in hopeless]).any()
 
 
 @jax.jit
-def _is_harmless(num_before: jax.Array, num_after: jax.Array, params: PyTree) -> jax.Array:
+def _is_harmless(num_before: jax.Array, counts: list[jax.Array], params: PyTree) -> jax.Array:
     """Return whether a gradient was not finite, and no parameter is NaN; parameters are read only after such a gradient."""
     leaves = [leaf for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     no_nan = lambda: ~jnp.stack([jnp.isnan(leaf).any() for leaf in leaves]).any()  # noqa: E731
-    return jax.lax.cond(num_before != num_after, no_nan, lambda: jnp.zeros((), bool))
+    return jax.lax.cond(num_before != _total(counts), no_nan, lambda: jnp.zeros((), bool))
