@@ -73,6 +73,12 @@ def operands(instruction: Instruction) -> list[str]:
     return [part.split()[-1].lstrip("%") for part in split(operand_text) if part.strip()]
 
 
+def entry_parameters(module: Module) -> list[Instruction]:
+    """Return the parameters of the entry computation, in order."""
+    lines = [line for line in module.computations[module.entry] if line.opcode == "parameter"]
+    return sorted(lines, key=lambda line: int(operands(line)[0]))
+
+
 def attributes(instruction: Instruction) -> dict[str, str]:
     """Return the attributes after the operands as text, `{"channel_id": "1", ...}`."""
     values: dict[str, str] = {}

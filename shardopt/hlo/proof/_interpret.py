@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from shardopt.hlo._hlo_text import Instruction, Module, attributes, header_count, operands, parse
+from shardopt.hlo._hlo_text import Instruction, Module, attributes, entry_parameters, header_count, operands, parse
 from shardopt.hlo.proof import _interpret_collectives as collectives
 from shardopt.hlo.proof._interpret_collectives import Devices
 from shardopt.hlo.proof._interpret_numpy import (
@@ -39,8 +39,8 @@ class CannotInterpretError(NotImplementedError):
     """An instruction that has no meaning in numpy here, or none at all because a device would wait forever."""
 
     def __init__(self, instruction: Instruction, reason: str) -> None:
-        rest = instruction.rest.partition(", metadata=")[0][:200]
-        line = f"{instruction.name} = {instruction.shape} {instruction.opcode}({rest}"
+        operand_text = instruction.rest.partition(", metadata=")[0][:200]
+        line = f"{instruction.name} = {instruction.shape} {instruction.opcode}({operand_text}"
         super().__init__(f"interpret: cannot interpret {line}: {reason.rstrip('.')}.")
         self.instruction, self.reason = instruction, reason
         self.waits_forever = any(words in reason for words in collectives.STUCK)
@@ -124,8 +124,7 @@ class Interpreter:
     @property
     def parameters(self) -> list[Instruction]:
         """The parameters of the entry computation, in order."""
-        lines = [line for line in self.module.computations[self.module.entry] if line.opcode == "parameter"]
-        return sorted(lines, key=lambda line: int(line.rest.partition(")")[0]))
+        return entry_parameters(self.module)
 
     def shard(self, inputs: Sequence[np.ndarray], shardings: Sequence[str] | None = None) -> list[np.ndarray]:
         """Cut whole arguments by shardings, by default those that the text states of the parameters."""

@@ -55,9 +55,9 @@ def widened(line: Line) -> Line:
 def exact_reciprocals(value: np.ndarray) -> np.ndarray:
     """Return constants with 1/n in place of its fp32 number: XLA multiplies by such a number where a program divides."""
     with np.errstate(all="ignore"):
-        whole = np.rint(1 / value)
-        near = np.isfinite(whole) & (np.abs(1 / value - whole) <= 2e-7 * np.abs(whole))
-        return np.where(near & (np.abs(whole) > 1), 1 / whole, value)
+        divisor = np.rint(1 / value)
+        near = np.isfinite(divisor) & (np.abs(1 / value - divisor) <= 2e-7 * np.abs(divisor))
+        return np.where(near & (np.abs(divisor) > 1), 1 / divisor, value)
 
 
 def wide_float(dtype: np.dtype) -> np.dtype:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardopt.hlo._hlo_text import Instruction, Module, attributes, operands
+from shardopt.hlo._walk import KINDS
 from shardopt.hlo.proof._interpret import Interpreter, Value
 
 CLOSE = 1e-10
@@ -61,7 +62,7 @@ def locate(
 
 def is_collective(line: Instruction) -> bool:
     """Return whether an instruction exchanges values between devices."""
-    return line.opcode.startswith(("all-gather", "all-reduce", "all-to-all", "collective-", "reduce-scatter"))
+    return line.opcode.startswith(KINDS)
 
 
 def _features(value: np.ndarray) -> np.ndarray:
@@ -223,6 +224,6 @@ class _Search:
 
     def _groups(self, summed: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         ids = np.arange(math.prod(self.shape)).reshape(self.shape)
-        kept = [axis for axis in range(len(self.shape)) if axis not in summed]
+        other_axes = [axis for axis in range(len(self.shape)) if axis not in summed]
         size = math.prod(self.shape[axis] for axis in summed)
-        return tuple(map(tuple, ids.transpose(*kept, *summed).reshape(-1, size).tolist()))
+        return tuple(map(tuple, ids.transpose(*other_axes, *summed).reshape(-1, size).tolist()))

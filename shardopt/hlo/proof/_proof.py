@@ -66,7 +66,7 @@ class Proof(NamedTuple):
       problem: the first wrong instruction, if the verdict is "wrong".
       unknown: the instructions that no rule covers, and on which a result depends.
       num_instructions: the number of instructions of the program, in all of its computations.
-      not_compared: why the results were not compared with those of the program that XLA was given; "" if they were.
+      not_compared: why the results were not compared with the program that XLA was given; "" if they were.
       assumption: what holds for the arguments that were compared; "" if they were any.
       sums_of_constants: the instructions that sum a number which is the same on all devices, such as a count of rows. No
         rule tells whether such a sum is meant, only the comparison does.
@@ -81,7 +81,7 @@ class Proof(NamedTuple):
     sums_of_constants: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Return the verdict, what it rests on, and the problem or the first unknown instructions."""
+        """Return the verdict, its reasons, and the problem or the first unknown instructions."""
         if self.problem is not None:
             return f"wrong: {self.problem}"
         derived = f"all results of {self.num_instructions:,} instructions have their declared shardings"

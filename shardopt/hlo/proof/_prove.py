@@ -1,18 +1,19 @@
 """`prove`: the derivation for a whole program, from the shardings of its arguments to those of its results."""
 
-import re
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.stages import Compiled, Lowered
 
 from shardopt.core._errors import format_error
-from shardopt.hlo._hlo_text import Instruction, header_count, parse
+from shardopt.hlo._hlo_text import Instruction, Module, attributes, entry_parameters, header_count, parse
 from shardopt.hlo.proof._compare import Comparison, Difference, Reference, compare
 from shardopt.hlo.proof._computations import Result, Walk
-from shardopt.hlo.proof._lines import Line, array_shape, leaves, read_lines
+from shardopt.hlo.proof._lines import array_shape, leaves, read_lines
 from shardopt.hlo.proof._locate import is_collective
 from shardopt.hlo.proof._proof import Proof, Unknown
 from shardopt.hlo.proof._report import describe
@@ -32,7 +33,7 @@ from shardopt.hlo.proof._value import (
 
 @dataclass(frozen=True)
 class Source:
-    """What a proof reads of a compiled program.
+    """A compiled program and the facts about it that a proof needs.
 
     Attributes:
       text: its text, with all constants.
@@ -52,7 +53,7 @@ class Source:
 
 
 def source_of(compiled: Compiled, lowered: Lowered | str | None = None) -> Source:
-    """Return what a proof reads of a compiled program."""
+    """Return the source of a compiled program."""
     inputs, outputs = (tuple(jax.tree.leaves(s)) for s in (compiled.input_shardings, compiled.output_shardings))
     return Source(full_text(compiled), inputs, outputs, lowered)
 
@@ -73,9 +74,9 @@ def prove(
     Args:
       program: a lowered program, which is compiled; a compiled program; or the text of an optimised, partitioned HLO module.
       inputs: one sharding per parameter of the entry computation, flat: a jax sharding, or the text of an HLO sharding
-        such as `{devices=[8,1]<=[8]}` or `{replicated}`. By default those of the `Compiled`, or of the text's parameters.
-      outputs: one sharding per array of the result, flat. By default those of the `Compiled`.
-      mesh: names of the axes, for the report. By default those of the first `NamedSharding`.
+        such as `{devices=[8,1]<=[8]}` or `{replicated}`. By default the `Compiled` or the text states them.
+      outputs: one sharding per array of the result, flat. By default the `Compiled` states them.
+      mesh: names and sizes of the axes, for the report. By default the mesh of the first `NamedSharding`.
       lowered: the program that XLA was given, if `program` is compiled already: a `Lowered`, or its HLO text.
 
     Returns:
@@ -108,16 +109,62 @@ def prove(
     text = source if isinstance(source, str) else source.text
     named = next((s.mesh for s in [*(inputs or ()), *(outputs or ())] if isinstance(s, NamedSharding)), None)
     mesh = named if mesh is None and isinstance(named, Mesh) else mesh
+    sizes = dict(mesh.shape if isinstance(mesh, Mesh) else mesh or {})
     module = parse(text)
-    computations, instructions = read_lines(module)
-    replicas, partitions = (header_count(module.header, name) for name in ("replica_count", "num_partitions"))
-    devices = replicas * partitions
-    entry = computations[module.entry]
-    parameters = sorted(
-        (line for line in entry if line.opcode == "parameter"), key=lambda line: int(line.rest.split(")")[0])
-    )
+    parameters = entry_parameters(module)
     if inputs is None or (len(inputs) != len(parameters) and not isinstance(program, str)):
-        inputs = [_written_sharding(line.rest, devices) for line in parameters]
+        inputs = [_written_sharding(line, _devices(module)) for line in parameters]
+    derivation = _derive(module, inputs, outputs)
+    comparison = Comparison(None, "the program that XLA was given is unknown.")
+    if lowered is not None:
+        assert outputs is not None
+        reference = lowered if isinstance(lowered, Reference) else Reference(lowered)
+        comparison = compare(module, reference, inputs, outputs, sizes)
+    faults, instructions = derivation.faults, derivation.instructions
+    compared = not comparison.refusal
+    if compared and comparison.difference is None:  # a rule that objects does not cover this program
+        faults = {fault._replace(wrong=False) for fault in faults}
+    wrong = _first_wrong(faults, comparison.difference, derivation)
+    unknown = {
+        fault.order: Unknown(instructions[fault.order].name, instructions[fault.order].opcode, fault.reason)
+        for fault in sorted((fault for fault in faults if not fault.wrong), key=lambda fault: fault.order)
+    }
+    problem = None if wrong is None else describe(wrong, module, instructions, text, sizes)
+    verdict = ("agrees" if compared else "unknown") if unknown else "proved" if compared else "derived"
+    return Proof(
+        "wrong" if problem else verdict,
+        problem,
+        tuple(unknown.values()),
+        len(instructions),
+        comparison.refusal,
+        comparison.assumption,
+        derivation.sums_of_constants,
+    )
+
+
+class _Derivation(NamedTuple):
+    """The faults that the rules find in a program.
+
+    Attributes:
+      faults: where no rule holds, or a value is wrong.
+      instructions: all instructions, by their order in the text.
+      root: the order of the root of the entry computation.
+      sums_of_constants: names of instructions, as in `Proof`.
+    """
+
+    faults: Set[Fault]
+    instructions: Sequence[Instruction]
+    root: int
+    sums_of_constants: tuple[str, ...]
+
+
+def _derive(module: Module, inputs: Sequence[Sharding | str], outputs: Sequence[Sharding | str] | None) -> _Derivation:
+    """Derive the results from the arguments.
+
+    Raises:
+      ValueError: if there is another number of shardings than of parameters or of results.
+    """
+    parameters, devices = entry_parameters(module), _devices(module)
     if len(inputs) != len(parameters):
         problem = f"the program has {len(parameters)} parameters, and {len(inputs)} shardings were passed."
         raise ValueError(
@@ -126,9 +173,10 @@ def prove(
     arguments = tuple(
         sharded(sharding, array_shape(line.shape), devices) for line, sharding in zip(parameters, inputs, strict=True)
     )
-    walk = Walk(computations, replicas, partitions)
+    computations, instructions = read_lines(module)
+    walk = Walk(computations, *_sizes_of_program(module))
     result = walk.run(module.entry, arguments)
-    root = next(line for line in entry if line.is_root)
+    root = next(line for line in computations[module.entry] if line.is_root)
     results = list(zip(_flat(result), _flat_shapes(root.shape), strict=True))
     if outputs is None or len(outputs) != len(results):
         count = "none" if outputs is None else str(len(outputs))
@@ -136,47 +184,41 @@ def prove(
         raise ValueError(format_error("prove", problem, fix="pass outputs=, one sharding per array of the result."))
     faults: set[Fault] = set()
     for index, ((value, shape), sharding) in enumerate(zip(results, outputs, strict=True)):
-        declared = sharded(sharding, array_shape(shape), devices)
-        faults |= _faults_of_result(value, declared, index, root.order)
-    comparison = Comparison(None, "the program that XLA was given is unknown.")
-    if lowered is not None:
-        reference = lowered if isinstance(lowered, Reference) else Reference(lowered)
-        comparison = compare(module, reference, inputs, outputs, _sizes(mesh))
-    compared = not comparison.refusal
-    if compared and comparison.difference is None:  # a rule that objects does not cover this program
-        faults = {fault._replace(wrong=False) for fault in faults}
-    wrong = sorted((fault for fault in faults if fault.wrong), key=lambda fault: fault.order)
-    if comparison.difference is not None:
-        fault = _fault_of_difference(comparison.difference, instructions, root)
-        # a rule knows which collective is wrong; else it names a later reader, and the comparison the first one
-        is_named = bool(wrong) and is_collective(instructions[wrong[0].order])
-        prefers_rule = is_named or comparison.difference.instruction is None
-        wrong = [*wrong, fault] if prefers_rule else [fault, *wrong]
-    unknown = sorted((fault for fault in faults if not fault.wrong), key=lambda fault: fault.order)
-    listed = {
-        fault.order: Unknown(instructions[fault.order].name, instructions[fault.order].opcode, fault.reason)
-        for fault in unknown
-    }
-    problem = describe(wrong[0], module, instructions, text, mesh) if wrong else None
-    verdict = ("agrees" if compared else "unknown") if unknown else "proved" if compared else "derived"
+        faults |= _faults_of_result(value, sharded(sharding, array_shape(shape), devices), index, root.order)
     sums = tuple(instructions[order].name for order in sorted(walk.sums_of_constants))
-    rests_on = comparison.refusal, comparison.assumption, sums
-    return Proof("wrong" if wrong else verdict, problem, tuple(listed.values()), len(instructions), *rests_on)
+    return _Derivation(faults, instructions, root.order, sums)
 
 
-def _sizes(mesh: Mesh | Mapping[str, int] | None) -> dict[str, int]:
-    return dict(mesh.shape if isinstance(mesh, Mesh) else mesh or {})
+def _first_wrong(faults: Set[Fault], difference: Difference | None, derivation: _Derivation) -> Fault | None:
+    """Return the fault to report: the first one that a rule finds, or the one that the comparison finds."""
+    by_rule = min((fault for fault in faults if fault.wrong), key=lambda fault: fault.order, default=None)
+    if difference is None:
+        return by_rule
+    instructions = derivation.instructions
+    # a rule knows which collective is wrong; else it names a later reader, and the comparison the first one
+    is_named = by_rule is not None and is_collective(instructions[by_rule.order])
+    if by_rule is not None and (is_named or difference.instruction is None):
+        return by_rule
+    return _fault_of_difference(difference, derivation)
 
 
-def _fault_of_difference(difference: Difference, instructions: Sequence[Instruction], root: Line) -> Fault:
-    order = next((i for i, line in enumerate(instructions) if line is difference.instruction), root.order)
-    return Fault(True, order, difference.reason, difference.groups)
+def _sizes_of_program(module: Module) -> tuple[int, int]:
+    """Return the number of replicas, and of partitions of each."""
+    return header_count(module.header, "replica_count"), header_count(module.header, "num_partitions")
 
 
-def _written_sharding(rest: str, devices: int) -> str:
-    match = re.search(r"sharding=(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})", rest)
-    if match:
-        return match[1]
+def _devices(module: Module) -> int:
+    return math.prod(_sizes_of_program(module))
+
+
+def _fault_of_difference(difference: Difference, derivation: _Derivation) -> Fault:
+    places = (i for i, line in enumerate(derivation.instructions) if line is difference.instruction)
+    return Fault(True, next(places, derivation.root), difference.reason, difference.groups)
+
+
+def _written_sharding(line: Instruction, devices: int) -> str:
+    if "sharding" in (values := attributes(line)):
+        return values["sharding"]
     if devices == 1:
         return "{replicated}"
     problem = "the text does not contain the shardings of all parameters."

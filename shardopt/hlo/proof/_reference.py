@@ -1,4 +1,4 @@
-"""The program that XLA was given, interpreted on whole arrays: what the compiled program has to compute.
+"""The program that XLA was given, interpreted on whole arrays. The compiled program has to compute the same results.
 
 Before XLA partitions a program, its values are whole arrays. Only the bodies of `shard_map` are written for devices. Here
 such a body runs on all devices, and everything around it runs once. No partitioner and no pass of XLA takes part.
@@ -49,7 +49,7 @@ class ReferenceInterpreter(Interpreter):
         return [value[0] for value in self._results(once, [value[None] for value in inputs])]
 
     def with_equal_pieces(self, value: np.ndarray, parameter: Instruction, axis: str) -> np.ndarray:
-        """Return an argument whose pieces along a mesh axis are those of the first device of this axis."""
+        """Return an argument in which all devices along a mesh axis have the pieces of the first one."""
         text = attributes(parameter).get("frontend_attributes", "").replace("\\", "")
         for mesh, dims in re.findall(r"sharding<@(\w+), \[(.*?)\][,>]", text):
             sizes = self.meshes[mesh]
@@ -103,7 +103,7 @@ class ReferenceInterpreter(Interpreter):
 
 @dataclass(frozen=True)
 class _Places:
-    """Where the piece of each device is in an array at the border of a body of `shard_map`.
+    """The places of the devices' pieces in an array at the border of a body of `shard_map`.
 
     Attributes:
       sizes: mesh axis to size.
@@ -151,11 +151,11 @@ class _Places:
         if not any(self.dims):
             return value[: len(targets)]
         local = value.shape[1:]
-        whole = tuple(size * self._pieces(axes) for size, axes in zip(local, self.dims, strict=True))
+        whole_shape = tuple(size * self._pieces(axes) for size, axes in zip(local, self.dims, strict=True))
         split = [list(self.sizes).index(axis) for axes in self.dims for axis in axes]
         grid, windows = self._grid, self._windows(local)
         row_of = {int(device): row for row, device in enumerate(devices.positions)}
-        result = np.empty((len(targets), *whole), value.dtype)
+        result = np.empty((len(targets), *whole_shape), value.dtype)
         for row, target in enumerate(targets):
             place = [int(index) for index in np.unravel_index(int(target), grid.shape)]
             for indexes in itertools.product(*(range(grid.shape[axis]) for axis in split)):

@@ -2,8 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-from jax.sharding import Mesh
-
 from shardopt.hlo._collective import axes_of_groups
 from shardopt.hlo._hlo_text import Instruction, Module, operands
 from shardopt.hlo._source_lines import op_name_of, read_frames, source_of
@@ -15,12 +13,11 @@ MAX_WIDTH = 200
 
 
 def describe(
-    fault: Fault, module: Module, instructions: Sequence[Instruction], text: str, mesh: Mesh | Mapping[str, int] | None
+    fault: Fault, module: Module, instructions: Sequence[Instruction], text: str, sizes: Mapping[str, int]
 ) -> Problem:
-    """Return the report of a fault."""
+    """Return the report of a fault; `sizes` has mesh axis -> size, and is empty if the mesh is unknown."""
     instruction = instructions[fault.order]
     source = source_of(instruction, read_frames(text)) or op_name_of(instruction)
-    sizes = dict(mesh.shape if isinstance(mesh, Mesh) else mesh or {})
     axes = axes_of_groups(fault.groups, sizes) if sizes and fault.groups else None
     hlo = _around(instruction, module)
     return Problem(instruction.name, instruction.opcode, source, axes, fault.groups, fault.reason, hlo)
