@@ -174,8 +174,8 @@ def make_reducer(communication: Communication) -> so.reducers.Reducer | None:
     text = communication.reducer
     if text is None:
         if communication.reducer_warmup_steps is not None or not communication.error_feedback:
-            given = "--no-error-feedback" if communication.reducer_warmup_steps is None else "--reducer-warmup-steps"
-            problem = f"{given} is for a reducer, and there is none."
+            option = "--no-error-feedback" if communication.reducer_warmup_steps is None else "--reducer-warmup-steps"
+            problem = f"{option} is for a reducer, and there is none."
             raise ValueError(format_error("train", problem, fix="leave it out, or choose one with --reducer."))
         return None
     name, arguments = read_call("--reducer", text, example="top_k(density=0.05)")

@@ -148,9 +148,11 @@ def init(config: DecoderConfig, rng: jax.Array) -> Params:
       rng: a jax random key.
 
     Returns:
-      A dict with "embedding" [V, D], "norm" [D] and "blocks". Where the config asks for them, it has "head", "head_bias",
-      "positions", "norm_bias", "first_blocks", "router_load" and "router_bias". "blocks" has "attention" with "q" [L, D, H, K], "k" and "v" [L, D, G, K] and "out" [L, H, K, D], or the
-      shapes of `Latent.shapes`. It has "mlp" with "gate" and "up" [L, D, F] and "down" [L, F, D], or "router", "experts" and
+      A dict with "embedding" [V, D], "norm" [D] and "blocks". Some configs add "head", "head_bias", "positions", "norm_bias",
+      "first_blocks", "router_load" and "router_bias".
+
+      "blocks" has "attention" with "q" [L, D, H, K], "k" and "v" [L, D, G, K] and "out" [L, H, K, D], or the shapes of
+      `Latent.shapes`. It also has "mlp" with "gate" and "up" [L, D, F] and "down" [L, F, D], or it has "router", "experts" and
       "shared". Norms and biases are in the part that they belong to.
 
     Example:

@@ -101,10 +101,10 @@ class _Phase:
 
     def is_consistent(self) -> bool:
         """Return whether all runs, all copies, and the recorded sums are equal."""
-        first, *others = [run.sums[:, self.indices] for run in self.runs]
+        first, *further_sums = [run.sums[:, self.indices] for run in self.runs]
         if self.recorded is not None:
-            others.append(self.recorded)
-        if not all(np.array_equal(first, other) for other in others):
+            further_sums.append(self.recorded)
+        if not all(np.array_equal(first, sums) for sums in further_sums):
             return False
         grouped = [self.runs[0].sums[_groups(self.column(i).copies, self.sizes), i] for i in self.indices]
         return all(bool((sums == sums[:, :1]).all()) for sums in grouped)
