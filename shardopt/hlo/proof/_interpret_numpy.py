@@ -660,6 +660,5 @@ _SHAPED: dict[str, Callable[[Line], Operation]] = {
     "reshape": _reshape,
     "reverse": _reverse,
     "slice": _slice,
-    "slice-start": _slice,
     "transpose": _transpose,
 }

@@ -215,6 +215,41 @@ def test_state_that_has_to_be_equal_is_drawn_so():
     assert (proof.verdict, proof.assumption) == ("agrees", "pieces of the state are equal over data")
 
 
+GATHER = next(line for line in SHARDS.splitlines() if "all-gather" in line)
+CALLED = """%gather (p: f32[2,16]) -> f32[8,16] {
+  %p = f32[2,16]{1,0} parameter(0)
+  ROOT %g = f32[8,16]{1,0} all-gather(%p), replica_groups={{0,1,2,3}}, use_global_device_ids=true, channel_id=1, dimensions={0}
+}
+
+"""
+STARTS = {
+    "all-gather": "all-gather-start(%w), replica_groups={{0,1,2,3}}, use_global_device_ids=true, channel_id=1, dimensions={0}",
+    "async": "async-start(%w), calls=%gather",
+    "call": "call-start(%w), to_apply=%gather",
+    "custom-call": 'custom-call-start(%w), async_execution_thread="sparsecore", custom_call_target="?", '
+    "called_computations={%gather}",
+}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", STARTS)
+def test_asynchronous_instructions_are_opened_by_any_name(kind, late):
+    """libtpu passes the operands to the start or to the update."""
+    lines = [
+        f"  %s = ((f32[2,16]{{1,0:T(8,128)}}), f32[8,16]{{1,0}}, s32[2]{{0:T(128)S(2)}}) {STARTS[kind]}",
+        f"  %u = ((f32[2,16]{{1,0}}), f32[8,16]{{1,0}}, s32[2]{{0}}) {kind}-update(%s)",
+        f"  %all = f32[8,16]{{1,0}} {kind}-done(%u)",
+    ]
+    if late:
+        lines = [lines[0].replace("start(%w)", "start()"), lines[1].replace("update(%s)", "update(%s, %w)"), lines[2]]
+    text = changed(CALLED + SHARDS, GATHER, "\n".join(lines))
+    proof = proof_of(text, ROWS, WRITTEN_SHARDS)
+    assert (proof.verdict, proof.unknown, proof.not_compared) == ("proved", (), "")
+    problem = problem_of(text.replace("{{0,1,2,3}}", "{{1,0,2,3}}"), ROWS, WRITTEN_SHARDS)
+    assert problem.instruction in ("g", "u" if late else "s")  # written as in the program
+    assert problem.opcode in ("all-gather", f"{kind}-update" if late else f"{kind}-start")
+
+
 @pytest.mark.parametrize(
     ("before", "after", "instruction", "missing"),
     [
