@@ -10,6 +10,7 @@ from shardopt.hlo._collective import permute_pairs, read_groups, replica_groups
 from shardopt.hlo._walk import KINDS
 from shardopt.hlo.proof import _collectives, _indexing, _rules
 from shardopt.hlo.proof._convolution import convolution
+from shardopt.hlo.proof._cublas import Gemm, read_gemm
 from shardopt.hlo.proof._lines import Groups, Line, array_shape, leaves
 from shardopt.hlo.proof._lookup import noted
 from shardopt.hlo.proof._numbers import iota, known, literal
@@ -189,12 +190,32 @@ class Walk:
             dims = (*mixed.dims[:-1], whole(shape[-1], self.devices))
             return (Value(shape, dims, mixed.hidden),) * 2
         if target == "AllocateBuffer":  # the program writes all of it before it reads it
-            shape = line.dims
-            dims = tuple(same_everywhere(size, self.devices) for size in shape)
-            return Value(shape, dims, constant=True, fill=0)
+            return self._allocated(line.dims)
+        if gemm := read_gemm(line.attributes):
+            return self._gemm(line, gemm, operands)
         if target.startswith("lapack_") or target in ("Cholesky", "Qr", "Eigh"):
             return self._of_matrices(line, operands)
         raise Unproved(f"no rule covers the custom call {target}.")
+
+    def _gemm(self, line: Line, gemm: Gemm, operands: list[Value]) -> Result:
+        shape, *workspaces = leaves(line.shape)
+        array = line._replace(shape=shape)
+        left, right, *others = operands
+        value = _rules.product(array, left, right, gemm.batch, gemm.contracting)
+        if gemm.bias:
+            last = array._replace(attributes={"dimensions": f"{{{len(value.shape) - 1}}}"}, opcode="broadcast")
+            others[-1] = _rules.apply(last, others[-1:], self.devices)
+        for other in others:
+            value = _rules.apply(array._replace(opcode="add"), [value, other], self.devices)
+        if gemm.function:
+            value = _rules.apply(array._replace(opcode="tanh"), [value], self.devices)
+        constant = all(operand.constant for operand in operands)
+        result = _rules.without_known_devices(value._replace(constant=constant))
+        empty = [self._allocated(array_shape(workspace)) for workspace in workspaces]
+        return (result, *empty) if line.shape.startswith("(") else result
+
+    def _allocated(self, shape: tuple[int, ...]) -> Value:
+        return Value(shape, tuple(same_everywhere(size, self.devices) for size in shape), constant=True, fill=0)
 
     def _of_matrices(self, line: Line, operands: list[Value]) -> Result:
         """Decompositions: the last two dims are matrices, and whole; the dims before are a batch."""

@@ -103,6 +103,7 @@ class Interpreter:
       module: the parsed module.
       exact: whether to compute in double precision, with no rounding in between, whatever the types of floats are.
       limit: the most numbers that are computed, of all devices, and in all turns of loops; None is no limit.
+      moved: constants that are replaced, by their numbers.
       watch: called with the computation, the instruction and its value after each step.
       replicas: the number of replicas.
       partitions: the number of partitions of each replica.
@@ -112,6 +113,7 @@ class Interpreter:
     module: Module
     exact: bool = False
     limit: int | None = None
+    moved: dict[float, float] = field(default_factory=dict)
     watch: Callable[[str, Instruction, Value], object] | None = None
     replicas: int = field(init=False)
     partitions: int = field(init=False)
@@ -221,11 +223,11 @@ class Interpreter:
             numbers = iota(line)
             return lambda devices, values: numbers(len(devices.positions))
         if opcode == "constant":
-            literal = read_literal(
-                instruction.rest.partition("), ")[0].rpartition(")")[0] or instruction.rest.partition(")")[0],
-                line.result,
-            )
+            text = instruction.rest.partition("), ")[0].rpartition(")")[0] or instruction.rest.partition(")")[0]
+            literal = read_literal(text, read_shape(instruction.shape)).astype(line.result.dtype)
             literal = exact_reciprocals(literal) if self.exact and literal.dtype.kind == "f" else literal
+            if literal.ndim == 0:
+                literal = np.array(self.moved.get(float(literal), literal), literal.dtype)
             return lambda devices, values: np.broadcast_to(literal, (len(devices.positions), *literal.shape))
         builder = getattr(self, "_" + opcode.replace("-", "_"), None)
         if builder is None:

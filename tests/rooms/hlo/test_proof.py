@@ -215,6 +215,76 @@ def test_state_that_has_to_be_equal_is_drawn_so():
     assert (proof.verdict, proof.assumption) == ("agrees", "pieces of the state are equal over data")
 
 
+GEMM = """ENTRY %main (x: f32[2,8], w: f32[8,16], b: f32[16]) -> f32[16,16] {
+  %x = f32[2,8]{1,0} parameter(0), sharding={devices=[4,1]<=[4]}
+  %w = f32[8,16]{1,0} parameter(1), sharding={replicated}
+  %b = f32[16]{0} parameter(2), sharding={replicated}
+  %call = (f32[2,16]{1,0}, s8[4194304]{0}) custom-call(%x, %w, %b), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"alpha_real":2,"beta":0,"alpha_imag":0,"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]},"epilogue":"BIAS_RELU"}}
+  %y = f32[2,16]{1,0} get-tuple-element(%call), index=0
+  %g = f32[16,16]{1,0} custom-call(%y, %y), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"alpha_real":1,"beta":0,"alpha_imag":0,"dot_dimension_numbers":{"lhs_contracting_dimensions":["0"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}
+  %s = f32[16,16]{1,0} all-reduce(%g), replica_groups={{0,1,2,3}}, use_global_device_ids=true, channel_id=1, to_apply=%sum
+  %ones = f32[16,16]{1,0} broadcast(%b), dimensions={0}
+  ROOT %r = f32[16,16]{1,0} custom-call(%s, %s, %ones), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"alpha_real":1,"beta":1,"alpha_imag":0,"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]},"epilogue":"DEFAULT"}}
+}
+"""
+WRITTEN_GEMM = """ENTRY %main (x: f32[8,8], w: f32[8,16], b: f32[16]) -> f32[16,16] {
+  %x = f32[8,8]{1,0} parameter(0)
+  %w = f32[8,16]{1,0} parameter(1)
+  %b = f32[16]{0} parameter(2)
+  %p = f32[8,16]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %d = f32[8,16]{1,0} add(%p, %p)
+  %rows = f32[8,16]{1,0} broadcast(%b), dimensions={1}
+  %e = f32[8,16]{1,0} add(%d, %rows)
+  %zero = f32[] constant(0)
+  %zeros = f32[8,16]{1,0} broadcast(%zero), dimensions={}
+  %y = f32[8,16]{1,0} maximum(%e, %zeros)
+  %g = f32[16,16]{1,0} dot(%y, %y), lhs_contracting_dims={0}, rhs_contracting_dims={0}
+  %ones = f32[16,16]{1,0} broadcast(%b), dimensions={0}
+  %t = f32[16,16]{1,0} dot(%g, %g), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %r = f32[16,16]{1,0} add(%t, %ones)
+}
+"""
+
+
+def test_products_of_cublas_are_dots():
+    assert proof_of(GEMM, written=WRITTEN_GEMM) == Proof("proved", None, (), 12)
+    line = next(line for line in GEMM.splitlines() if "all-reduce" in line)
+    problem = problem_of(changed(GEMM, line, "  %s = f32[16,16]{1,0} copy(%g)"), written=WRITTEN_GEMM)
+    assert (problem.instruction, problem.groups) == ("r", ((0, 1, 2, 3),))
+    for before, after in (('"alpha_real":2', '"alpha_real":1'), ('"beta":1', '"beta":2'), ("BIAS_RELU", "BIAS")):
+        assert proof_of(changed(GEMM, before, after), written=WRITTEN_GEMM).verdict == "wrong"
+    proof = proof_of(changed(GEMM, "BIAS_RELU", "BIAS_GELU_AUX"), written=WRITTEN_GEMM)
+    assert (proof.verdict, proof.unknown[0].instruction) == ("unknown", "call")
+    assert proof.not_compared.endswith("a product of cuBLAS with epilogue BIAS_GELU_AUX is not read.")
+
+
+SCALED = """ENTRY %main (x: bf16[2,8]) -> bf16[2,8] {
+  %x = bf16[2,8]{1,0} parameter(0), sharding={devices=[4,1]<=[4]}
+  %c = bf16[] constant(0.03564)
+  %cs = bf16[2,8]{1,0} broadcast(%c), dimensions={}
+  ROOT %r = bf16[2,8]{1,0} multiply(%x, %cs)
+}
+"""
+WRITTEN_SCALED = """ENTRY %main (x: bf16[8,8]) -> bf16[8,8] {
+  %x = bf16[8,8]{1,0} parameter(0)
+  %a = bf16[] constant(0.04468)
+  %b = bf16[] constant(0.7969)
+  %c = bf16[] multiply(%a, %b)
+  %cs = bf16[8,8]{1,0} broadcast(%c), dimensions={}
+  ROOT %r = bf16[8,8]{1,0} multiply(%x, %cs)
+}
+"""
+
+
+def test_a_product_of_short_constants_may_be_rounded():
+    assert proof_of(SCALED, ROWS, WRITTEN_SCALED).verdict == "proved"
+    assert proof_of(changed(SCALED, "0.03564", "0.03613"), ROWS, WRITTEN_SCALED).verdict == "wrong"
+    as_written = changed(WRITTEN_SCALED, "%c = bf16[] multiply(%a, %b)", "%c = bf16[] constant(0.03564)")
+    assert proof_of(changed(SCALED, "multiply(%x", "add(%x"), ROWS, as_written).verdict == "wrong"
+    long, written = (text.replace("bf16", "f32") for text in (SCALED, WRITTEN_SCALED))
+    assert proof_of(long, ROWS, written).verdict == "wrong"
+
+
 GATHER = next(line for line in SHARDS.splitlines() if "all-gather" in line)
 CALLED = """%gather (p: f32[2,16]) -> f32[8,16] {
   %p = f32[2,16]{1,0} parameter(0)
