@@ -285,6 +285,44 @@ def test_a_product_of_short_constants_may_be_rounded():
     assert proof_of(long, ROWS, written).verdict == "wrong"
 
 
+SCATTER = """ENTRY %main (ids: s32[2,1], rows: f32[2,6]) -> f32[4,6] {
+  %ids = s32[2,1]{1,0} parameter(0), sharding={devices=[4,1]<=[4]}
+  %rows = f32[2,6]{1,0} parameter(1), sharding={devices=[4,1]<=[4]}
+  %nothing = f32[] constant(0)
+  %zeros = f32[16,6]{1,0} broadcast(%nothing), dimensions={}
+  %terms = f32[16,6]{1,0} scatter(%zeros, %ids, %rows), update_window_dims={1}, inserted_window_dims={0}, scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=%sum
+  %sums = f32[16,6]{1,0} all-reduce(%terms), replica_groups={{0,1,2,3}}, use_global_device_ids=true, channel_id=1, to_apply=%sum
+  %id = u32[] partition-id()
+  %starts = s32[4]{0} constant({0, 4, 8, 12})
+  %one = s32[1]{0} dynamic-slice(%starts, %id), dynamic_slice_sizes={1}
+  %start = s32[] reshape(%one)
+  %zero = s32[] constant(0)
+  ROOT %r = f32[4,6]{1,0} dynamic-slice(%sums, %start, %zero), dynamic_slice_sizes={4,6}
+}
+"""
+WRITTEN_SCATTER = """ENTRY %main (ids: s32[8,1], rows: f32[8,6]) -> f32[16,6] {
+  %ids = s32[8,1]{1,0} parameter(0)
+  %rows = f32[8,6]{1,0} parameter(1)
+  %nothing = f32[] constant(0)
+  %zeros = f32[16,6]{1,0} broadcast(%nothing), dimensions={}
+  ROOT %r = f32[16,6]{1,0} scatter(%zeros, %ids, %rows), update_window_dims={1}, inserted_window_dims={0}, scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=%sum
+}
+"""
+
+
+def test_a_slice_before_the_sum_of_a_scatter_is_found():
+    """The order of collectives that openxla/xla 42481 reports: rows of different devices are added."""
+    assert proof_of(SCATTER, ROWS, WRITTEN_SCATTER).verdict == "proved"
+    lines = SCATTER.splitlines()
+    total, sliced = (next(i for i, line in enumerate(lines) if word in line) for word in ("%sums =", "ROOT"))
+    reduction = lines[total].replace("%sums", "ROOT %r").replace("f32[16,6]", "f32[4,6]").replace("(%terms)", "(%part)")
+    lines[sliced] = lines[sliced].replace("ROOT %r", "%part").replace("%sums", "%terms")
+    text = "\n".join([*lines[:total], *lines[total + 1 : sliced + 1], reduction, "}", ""])
+    problem = problem_of(text, ROWS)  # by the rules alone
+    assert (problem.instruction, "different" in problem.missing) == ("r", True)
+    assert problem_of(text, ROWS, WRITTEN_SCATTER).groups == ((0, 1, 2, 3),)
+
+
 GATHER = next(line for line in SHARDS.splitlines() if "all-gather" in line)
 CALLED = """%gather (p: f32[2,16]) -> f32[8,16] {
   %p = f32[2,16]{1,0} parameter(0)
