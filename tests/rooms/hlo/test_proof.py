@@ -7,6 +7,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding
@@ -16,6 +17,8 @@ from support.table import STRATEGIES
 
 import shardopt as so
 from shardopt.hlo import Problem, Proof, prove
+from shardopt.hlo.proof._interpret import interpret
+from shardopt.hlo.proof._text import text_of
 from shardopt.step import _check_proof
 
 ROWS, COPIES = "{devices=[4,1]<=[4]}", "{replicated}"
@@ -407,6 +410,23 @@ def test_what_no_rule_covers_is_unknown_and_names_the_instruction():
     text = changed(GRADIENT, "tanh(%y)", 'custom-call(%y), custom_call_target="kernel"')
     (unknown,) = proof_of(text).unknown
     assert unknown == ("t", "custom-call", "no rule covers the custom call kernel.")
+
+
+class Unreadable:
+    """A compiled program of which jaxlib cannot read the text, as of some programs of a libtpu that is newer."""
+
+    def as_text(self):
+        raise jax.errors.JaxRuntimeError("INTERNAL: async-update instruction should have 1 operands but sees 3")
+
+
+def test_a_text_that_jaxlib_cannot_read_is_written_by_the_compiler():
+    table = jnp.arange(64.0) ** 3 / 7
+    lowered = jax.jit(lambda x: x * table).lower(jnp.ones(64))
+    text = text_of(Unreadable(), lowered)
+    assert "constant({...})" not in text
+    np.testing.assert_allclose(interpret(text, [np.ones((1, 64), np.float32)])[0][0], table, rtol=1e-5)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="sees 3"):
+        text_of(Unreadable(), None)
 
 
 def test_a_wrong_number_of_shardings_is_refused():
