@@ -16,6 +16,7 @@ INNER = {
     "momentum": lambda: optax.sgd(0.05, momentum=0.9),
     "clip_adamw": lambda: optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(1e-2, eps=1e-4)),
     "muon": lambda: optax.contrib.muon(1e-2),
+    "accumulated": lambda: optax.MultiSteps(optax.adamw(1e-2, eps=1e-4), 3),
 }
 SPIKES = {4: 30.0, 5: 60.0, 8: np.nan, 10: np.inf}
 """Step -> the factor of the targets of its batch."""
@@ -74,6 +75,7 @@ ROWS = [
     pytest.param("fsdp", {"data": 8}, "clip_adamw", {}, marks=pytest.mark.fast),
     ("ddp", {"data": 8}, "momentum", {}),
     ("ddp", {"data": 8}, "momentum", {"view": "global"}),
+    ("ddp", {"data": 2}, "accumulated", {}),
     pytest.param("zero1", {"data": 8}, "momentum", {"micro_batches": 4}, marks=pytest.mark.slow),
     pytest.param("zero2", {"replica": 2, "data": 4}, "clip_adamw", {}, marks=pytest.mark.slow),
     pytest.param("fsdp", {"data": 8}, "muon", {"opt_state_layout": "matrices"}, marks=pytest.mark.slow),
