@@ -346,6 +346,14 @@ class Checkpoints:
             progress.mark("", lane=progress.SAVING)
 
 
+def check_may_resume(caller: str, checkpoints: Checkpoints, step: int) -> None:
+    """Refuse a folder with a checkpoint of this step, unless `checkpoints.resume` is set."""
+    if not checkpoints.resume:
+        problem = f"{checkpoints.directory} already has checkpoints, the last of step {step}."
+        fix = "pass resume=True to so.Checkpoints to go on from there, or choose another folder."
+        raise ValueError(format_error(caller, problem, fix=fix))
+
+
 def surplus(steps: list[int], keep: int | None, best: int | None) -> list[int]:
     """Return the steps that are neither among the newest `keep` nor the best.
 

@@ -24,9 +24,9 @@ from typing import IO, Any, NamedTuple, TextIO
 from shardopt.core._errors import CORRUPTED, format_error, plural
 from shardopt.runtime._discovery import Discovery
 from shardopt.runtime._files import acquire_lock, release_lock
-from shardopt.runtime._processes import Failures, failures
+from shardopt.runtime._processes import Failures, failures, handled_signals
 from shardopt.runtime._progress import HUNG, STACKS, STACKS_SIGNAL
-from shardopt.runtime._vault import Vaults
+from shardopt.runtime._vault import Vaults, end_program
 from shardopt.runtime._watch import Hang, Watch, describe, process_state
 
 _LOCK_NAME = ".launch.lock"
@@ -63,6 +63,10 @@ class _Member(NamedTuple):
     process: subprocess.Popen[bytes]  # the leader of its own process group
     log: Path
     readers: tuple[threading.Thread, ...]  # copy the output to log and screen; empty if the output is not shown
+
+    def report_exit(self, finished: "queue.SimpleQueue[tuple[int, int]]") -> None:
+        """Wait until the process ends; put its rank and exit code into a queue."""
+        finished.put((self.rank, self.process.wait()))
 
 
 class _AttemptResult(NamedTuple):
@@ -309,7 +313,7 @@ class _Launcher:
                 if watch is not None:
                     place |= watch.environment | {STACKS: str(_stacks_file(log))}
                 members.append(_start(command, rank, log, place, self.spares))
-                threading.Thread(target=_report_exit, args=(members[-1], finished), daemon=True).start()
+                threading.Thread(target=members[-1].report_exit, args=(finished,), daemon=True).start()
             exits, hang, grows = self._wait_for_exits(members, finished, watch)
             if hang is not None and watch is not None:
                 hang_text = _hang_text(hang, members, watch)
@@ -450,15 +454,9 @@ class _Signals:
 @contextlib.contextmanager
 def _catch_signals() -> Iterator[_Signals]:
     """Record SIGTERM and SIGINT while the context lasts; only the main thread can do so."""
-    signals, previous_handlers = _Signals(), {}
-    try:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                previous_handlers[number] = signal.signal(number, signals.record)
+    signals = _Signals()
+    with handled_signals((signal.SIGTERM, signal.SIGINT), signals.record):
         yield signals
-    finally:
-        for number, handler in previous_handlers.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _hang_text(hang: Hang, members: Sequence[_Member], watch: Watch) -> str:
@@ -514,10 +512,6 @@ def _killed_ranks(codes: dict[int, int]) -> list[int]:
 def _corrupted_ranks(codes: dict[int, int]) -> list[int]:
     """Return the ranks whose devices compute wrong; all processes of the job found that together, and end."""
     return [rank for rank, code in codes.items() if code == CORRUPTED]
-
-
-def _report_exit(member: _Member, finished: "queue.SimpleQueue[tuple[int, int]]") -> None:
-    finished.put((member.rank, member.process.wait()))
 
 
 def _start(command: Sequence[str], rank: int, log: Path, environment: Mapping[str, str], spares: "_Spares") -> _Member:
@@ -616,22 +610,13 @@ class _Spares:
             process = self._processes.pop(0)
             if process.poll() is None:
                 return process
-            _end_spare(process)
+            end_program(process)
         return None
 
     def close(self) -> None:
         """End all spares."""
         while self._processes:
-            _end_spare(self._processes.pop())
-
-
-def _end_spare(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout, process.stderr):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
+            end_program(self._processes.pop())
 
 
 def _assign_place(spare: subprocess.Popen[bytes], command: Sequence[str], environment: Mapping[str, str]) -> None:

@@ -428,9 +428,7 @@ class _Run:
             self.verification.forget()
         self.spikes.rollbacks = {self.step: self.spikes.rollbacks.get(self.step, 0) + 1}
         self.spikes.restore(extra.get("spikes"))
-        saved_stopping = extra.get("early_stopping")
-        if self.early_stopping is not None and saved_stopping is not None:
-            self.stopping_state = from_json(self.early_stopping, saved_stopping) or StoppingState()
+        self.stopping_state = from_json(self.early_stopping, extra.get("early_stopping")) or StoppingState()
         self.meter, self.saved_step, self.evaluation_metrics = self.new_meter(), self.step, {}
         self.norms.drop()
         self.evaluating = False
