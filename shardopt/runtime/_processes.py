@@ -253,4 +253,4 @@ def gather_to_host(leaf: jax.Array | np.ndarray) -> np.ndarray:
         from jax.experimental import multihost_utils
 
         leaf = multihost_utils.process_allgather(leaf, tiled=True)
-    return np.asarray(leaf)
+    return np.asarray(jax.device_get(leaf))

@@ -138,13 +138,12 @@ def find_slow(own_seconds: Mapping[int, float], step: float) -> list[int]:
       >>> find_slow({0: 0.01, 1: 0.05, 2: 0.01}, step=0.1)
       [1]
     """
-    slow = []
-    for rank, seconds in own_seconds.items():
-        other_seconds = [value for other_rank, value in own_seconds.items() if other_rank != rank]
-        median_seconds = statistics.median(other_seconds) if other_seconds else seconds
-        if seconds > 2 * median_seconds and seconds - median_seconds > 0.1 * step:
-            slow.append(rank)
-    return slow
+    medians = {rank: _median_of_others(own_seconds, rank) for rank in own_seconds}
+    return [
+        rank
+        for rank, seconds in own_seconds.items()
+        if seconds > 2 * medians[rank] and seconds - medians[rank] > 0.1 * step
+    ]
 
 
 def find_slow_devices(devices: Mapping[int, Sequence[float]]) -> list[int]:
@@ -159,12 +158,14 @@ def find_slow_devices(devices: Mapping[int, Sequence[float]]) -> list[int]:
       >>> find_slow_devices({0: [0.010, 0.011], 1: [0.010, 0.018], 2: [0.010, 0.010]})
       [1]
     """
-    slow = []
-    for rank, seconds in devices.items():
-        other_maxima = [max(other_seconds) for other_rank, other_seconds in devices.items() if other_rank != rank]
-        if other_maxima and max(seconds) > 1.5 * statistics.median(other_maxima):
-            slow.append(rank)
-    return slow
+    longest = {rank: max(seconds) for rank, seconds in devices.items()}
+    return [rank for rank, seconds in longest.items() if seconds > 1.5 * _median_of_others(longest, rank)]
+
+
+def _median_of_others(seconds: Mapping[int, float], rank: int) -> float:
+    """Return the median of the other ranks; the value of the rank itself if there is no other one."""
+    other_seconds = [value for other_rank, value in seconds.items() if other_rank != rank]
+    return statistics.median(other_seconds or [seconds[rank]])
 
 
 class Watch:
@@ -269,9 +270,7 @@ class Watch:
         slow = find_slow(own_seconds, step_seconds)
         if slow != self._slow:
             for rank in slow:
-                median_seconds = statistics.median(
-                    seconds for other_rank, seconds in own_seconds.items() if other_rank != rank
-                )
+                median_seconds = _median_of_others(own_seconds, rank)
                 self._say(
                     f"launch: process {rank} is slow: {own_seconds[rank]:.3g} s of its own in each step (drawing batches, "
                     f"logging), the others {median_seconds:.3g} s; a step takes {step_seconds:.3g} s."
@@ -290,16 +289,14 @@ class Watch:
             return
         self._probes = max(report.probes for report in reports.values())
         device_seconds = {rank: report.devices for rank, report in reports.items()}
+        longest = {rank: max(seconds) for rank, seconds in device_seconds.items()}
         suspects = find_slow_devices(device_seconds)
         slow = [rank for rank in suspects if rank in self._suspects]
         for rank in [rank for rank in slow if rank not in self._slow_devices]:
-            longest = max(device_seconds[rank])
-            median_seconds = statistics.median(
-                max(other_seconds) for other_rank, other_seconds in device_seconds.items() if other_rank != rank
-            )
+            median_seconds = _median_of_others(longest, rank)
             self._say(
-                f"launch: process {rank} computes slowly: its device {device_seconds[rank].index(longest)} on {reports[rank].host} needs "
-                f"{longest:.2g} s for products that take the others {median_seconds:.2g} s. All wait for it in each step."
+                f"launch: process {rank} computes slowly: its device {device_seconds[rank].index(longest[rank])} on {reports[rank].host} needs "
+                f"{longest[rank]:.2g} s for products that take the others {median_seconds:.2g} s. All wait for it in each step."
             )
         for rank in [rank for rank in self._slow_devices if rank not in suspects]:
             self._say(f"launch: process {rank} computes slowly no more.")
