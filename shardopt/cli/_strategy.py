@@ -107,9 +107,8 @@ def check_layout(options: RunOptions, counts: Mapping[str, int | None]) -> None:
         problem = (
             f"{plural(len(hybrid_flags), 'option')} for --strategy hybrid; {device_options.strategy} was asked for."
         )
-        raise ValueError(
-            format_error("train", problem, hybrid_flags, "leave out what is listed, or choose --strategy hybrid.")
-        )
+        fix = "leave out what is listed, or choose --strategy hybrid."
+        raise ValueError(format_error("train", problem, hybrid_flags, fix))
     _check_gather_dtype(options)
     if not options.pipeline.regather and options.placement not in _GATHERING_PLACEMENTS:
         problem = f"--no-regather is for placements that gather weights; --placement {options.placement} does not."

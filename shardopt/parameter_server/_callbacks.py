@@ -115,10 +115,8 @@ class Callbacks:
         """Return the metrics of the result: the version of the restored checkpoint, the evaluations and the best one."""
         metrics: dict[str, object] = {"resumed_from": self.resumed_from}
         if self.policy.evaluate_every is not None:
-            metrics["evaluations"], metrics["best"] = (
-                self.evaluations,
-                stopping.best(self.early_stopping, self.stopping_state),
-            )
+            metrics["evaluations"] = self.evaluations
+            metrics["best"] = stopping.best(self.early_stopping, self.stopping_state)
         return metrics
 
     def _save(self, snapshot: RunSnapshot) -> None:

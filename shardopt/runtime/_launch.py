@@ -169,7 +169,7 @@ def launch(command_of: Callable[[int], Sequence[str]], **settings: Any) -> int:
       OSError: if the command cannot be started, or the logs cannot be written.
     """
     job = Job(command_of, **settings)
-    _check_arguments(job.processes, job.max_restarts, job.min_processes, job.hang_timeout, job.spares)
+    _check_job(job)
     with _locked_folder(job.log_dir) as lock_descriptor, _catch_signals() as signals, contextlib.ExitStack() as cleanup:
         failure_pipe = cleanup.enter_context(failures())
         vaults = cleanup.enter_context(contextlib.closing(Vaults(job.processes))) if job.max_restarts else None
@@ -367,23 +367,23 @@ class _Launcher:
         return exits, None, grows
 
 
-def _check_arguments(
-    processes: int, max_restarts: int, min_processes: int | None, hang_timeout: float | None, spares: int
-) -> None:
-    values_and_limits = {"processes": (processes, 1), "max-restarts": (max_restarts, 0), "spares": (spares, 0)}
-    if min_processes is not None:
-        values_and_limits["min-processes"] = (min_processes, 1)
+def _check_job(job: Job) -> None:
+    counts = {"processes": job.processes, "max-restarts": job.max_restarts, "spares": job.spares}
+    if job.min_processes is not None:
+        counts["min-processes"] = job.min_processes
+    least = {"max-restarts": 0, "spares": 0}
     problems = [
-        f"--{name} must be at least {limit}, got {value}"
-        for name, (value, limit) in values_and_limits.items()
-        if value < limit
+        f"--{name} must be at least {least.get(name, 1)}, got {count}"
+        for name, count in counts.items()
+        if count < least.get(name, 1)
     ]
-    if not problems and min_processes is not None and min_processes > processes:
-        problems = [f"--min-processes {min_processes} is more than --processes {processes}"]
+    if not problems and job.min_processes is not None and job.min_processes > job.processes:
+        problems = [f"--min-processes {job.min_processes} is more than --processes {job.processes}"]
     if problems:
         raise ValueError(format_error("launch", "the numbers of processes cannot be used.", problems))
-    if hang_timeout is not None and not hang_timeout > 0:
-        raise ValueError(format_error("launch", f"--hang-timeout must be more than 0 seconds, got {hang_timeout:g}."))
+    if job.hang_timeout is not None and not job.hang_timeout > 0:
+        problem = f"--hang-timeout must be more than 0 seconds, got {job.hang_timeout:g}."
+        raise ValueError(format_error("launch", problem))
 
 
 def _log_path(folder: Path, attempt: int, rank: int) -> Path:
@@ -489,13 +489,8 @@ def _first_failure(codes: dict[int, int], reported_ranks: Sequence[int]) -> tupl
     if not codes:
         return None
     first_seen = next(iter(codes))
-    first_failed = next(iter([*_corrupted_ranks(codes), *_killed_ranks(codes)]), None)
-    if first_failed is None:
-        first_failed = (
-            next((rank for rank in reported_ranks if rank in codes), first_seen)
-            if first_seen in reported_ranks
-            else first_seen
-        )
+    reported = [rank for rank in reported_ranks if rank in codes] if first_seen in reported_ranks else []
+    first_failed = next(iter([*_corrupted_ranks(codes), *_killed_ranks(codes), *reported, first_seen]))
     return first_failed, codes[first_failed]
 
 

@@ -93,11 +93,8 @@ def find_hang(reports: Mapping[int, RankReport | None], timeout: float, since_st
     """
     known_reports = {rank: report for rank, report in reports.items() if report is not None}
     missing_ranks = tuple(rank for rank in reports if rank not in known_reports)
-    if (
-        not all(map(_is_starting, known_reports.values()))
-        and missing_ranks
-        and since_start > FIRST_TIME_FACTOR * timeout
-    ):
+    has_begun = not all(map(_is_starting, known_reports.values()))
+    if has_begun and missing_ranks and since_start > FIRST_TIME_FACTOR * timeout:
         return Hang(missing_ranks, True, MAIN, since_start)
     lane_hangs = []
     for lane in sorted({lane for report in known_reports.values() for lane in report.lanes}):
@@ -109,8 +106,8 @@ def find_hang(reports: Mapping[int, RankReport | None], timeout: float, since_st
             timeout * FIRST_TIME_FACTOR if mark.expected_seconds < 0 else max(timeout, mark.expected_seconds)
             for mark in behind.values()
         )
-        has_begun = any(mark.phase != START for mark in marks.values())
-        if has_begun and all(mark.phase for mark in behind.values()) and seconds > allowed_seconds:
+        lane_has_begun = any(mark.phase != START for mark in marks.values())
+        if lane_has_begun and all(mark.phase for mark in behind.values()) and seconds > allowed_seconds:
             lane_hangs.append(Hang(tuple(behind), False, lane, seconds))
     # A rank without reports, while others wait, stopped at the same mark as they did.
     silent_ranks = tuple(
@@ -207,12 +204,8 @@ class Watch:
         self._check_devices()
         since_start = time.monotonic() - self._start
         reports = self.reports()
-        if (
-            since_start > FIRST_TIME_FACTOR * self._timeout
-            and not self._warned_no_reports
-            and reports
-            and all(map(_is_starting, reports.values()))
-        ):
+        has_no_progress = reports and all(map(_is_starting, reports.values()))
+        if has_no_progress and since_start > FIRST_TIME_FACTOR * self._timeout and not self._warned_no_reports:
             self._warned_no_reports = True
             text = (
                 f"launch: no process has reported progress for {since_start:.0f} s, so that none can be seen to hang."
@@ -282,10 +275,8 @@ class Watch:
     def _check_devices(self) -> None:
         """Name the ranks that were slow in two consecutive probes of all ranks."""
         reports = {rank: report for rank, report in self.reports().items() if report is not None and report.devices}
-        if (
-            len(reports) < len(self._last_reports)
-            or min((report.probes for report in reports.values()), default=0) <= self._probes
-        ):
+        fewest_probes = min((report.probes for report in reports.values()), default=0)
+        if len(reports) < len(self._last_reports) or fewest_probes <= self._probes:
             return
         self._probes = max(report.probes for report in reports.values())
         device_seconds = {rank: report.devices for rank, report in reports.items()}

@@ -345,22 +345,15 @@ class Stream:
                 problem = f"the batches end after {self.drawn}, but the checkpoint was saved after {count}."
                 raise ValueError(format_error("fit", problem, fix="pass a fresh iterator over the same data."))
         if processes_changed and _checksum_of_values(self._last_batch) != position["values"]:
-            old_processes, new_processes = (
-                plural(position["processes"], "process"),
-                plural(jax.process_count(), "process"),
-            )
-            problem = f"{old_processes} drew other rows in batch {count - 1} than {new_processes}: rows would be seen twice, or never."
+            before, now = (plural(number, "process") for number in (position["processes"], jax.process_count()))
+            problem = f"{before} drew other rows in batch {count - 1} than {now}: rows would be seen twice, or never."
             fix = (
                 "let the rows of a global batch not depend on the number of processes: shuffle first, then let process p of n "
                 "take rows p, p + n, ... of each global batch; or let every process draw the whole global batch."
             )
             raise ValueError(format_error("fit", problem, fix=fix))
-        saved_checksum = position.get("last")
-        if (
-            saved_checksum is not None
-            and jax.process_index() == 0
-            and _checksum(self._last_batch) not in (None, saved_checksum)
-        ):
+        saved_checksum = position.get("last") if jax.process_index() == 0 else None
+        if saved_checksum is not None and _checksum(self._last_batch) not in (None, saved_checksum):
             problem = f"the batches do not come as in the run that saved the checkpoint: batch {count - 1} is another."
             fix = (
                 "shuffle by a fixed seed, the same each time the iterator is made, or give it get_state and set_state, "
