@@ -53,6 +53,11 @@ class Place(NamedTuple):
         view = tensor[self.start : last].reshape(*outputs, *inputs)
         return view.transpose(*range(len(outputs), view.ndim), *range(len(outputs)))
 
+    def of_outputs(self, matrix: np.ndarray) -> np.ndarray:
+        """Return the view [columns, *outputs of the leaf] of a matrix [outputs of the tensor, columns]."""
+        shape = (matrix.shape[1], *self.shape[_num_inputs(self.leaf) :])
+        return self._replace(leaf="", shape=shape, transposed=True).of(matrix)
+
 
 def places_of(config: DecoderConfig, family: Family) -> dict[str, list[Place]]:
     """Return tensor name -> its places; it has several if the tensor joins leaves."""
