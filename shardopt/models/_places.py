@@ -10,7 +10,7 @@ import numpy as np
 from shardopt.core._errors import error_text
 from shardopt.models import decoder
 from shardopt.models._decoder_config import DecoderConfig
-from shardopt.models._families import Family
+from shardopt.models._family import Family
 
 _PRODUCTS = frozenset(("q", "k", "v", "kv", "q_down", "kv_down", "gate", "up", "down", "out", "kernel", "shared_gate"))
 
