@@ -1,4 +1,4 @@
-"""Families with experts: their routers are softmax, or DeepSeek's sigmoid with biases and groups."""
+"""Families with experts, whose routers are softmax or DeepSeek's sigmoid, and families with latent attention."""
 
 from typing import Any
 
@@ -11,26 +11,25 @@ from shardopt.models._post_norm_families import POST_NORM_BLOCK
 
 
 def _experts(fields: Fields, hidden: str = "moe_intermediate_size", **changes: Any) -> dict[str, Any]:
-    """Return experts with a softmax router, whose number has one of two names; `hidden` names the field of hidden units."""
+    """Return experts, whose number has one of two names; `hidden` names the field of their hidden units."""
     number = fields.size("num_experts" if fields["num_experts"] is not None else "num_local_experts")
     sizes = number, fields.size("num_experts_per_tok"), fields.size(hidden)
-    return {"experts": Experts(*sizes, normalize=bool(fields["norm_topk_prob"]), **changes)}
+    options: dict[str, Any] = {"normalize": bool(fields["norm_topk_prob"])} | changes
+    return {"experts": Experts(*sizes, **options)}
 
 
 def _mixtral(fields: Fields) -> dict[str, Any]:
-    number = fields.size("num_local_experts")
-    experts = Experts(number, fields.size("num_experts_per_tok"), fields.size("intermediate_size"))
-    return base.mistral(fields) | {"experts": experts}
+    return base.mistral(fields) | _experts(fields, "intermediate_size", normalize=True)
 
 
 def _require_experts_in_all_blocks(fields: Fields) -> None:
-    fields.require("decoder_sparse_step", 1)
+    fields.require("decoder_sparse_step", None, 1)
     fields.require("mlp_only_layers", None, [])
 
 
 def _qwen2_moe(fields: Fields) -> dict[str, Any]:
     _require_experts_in_all_blocks(fields)
-    fields.require("use_sliding_window", False)
+    fields.require("use_sliding_window", None, False)
     fields.skip("sliding_window", "max_window_layers")
     shared_hidden = fields.size("shared_expert_intermediate_size")
     kinds = fields.kinds(fields["layer_types"], None, lambda kind: base.rope(fields, kind))
@@ -65,10 +64,10 @@ def _gpt_oss(fields: Fields) -> dict[str, Any]:
     fields.require("swiglu_limit", None, 7.0)
     fields.require("hidden_act", "silu")
     fields.skip("experts_per_token", "initial_context_length")  # other names of fields that are there too
-    number, hidden = fields.size("num_local_experts"), fields.size("intermediate_size")
-    experts = Experts(number, fields.size("num_experts_per_tok"), hidden, biases=True)
-    changes = {"activation": "clamped_swiglu", "gated": False, "sinks": True, "experts": experts}
-    return base.sizes(fields) | base.windows(fields, base.types_of(fields, 2)) | base.biases(fields) | changes
+    experts = _experts(fields, "intermediate_size", normalize=True, biases=True)
+    changes = {"activation": "clamped_swiglu", "gated": False, "sinks": True}
+    kinds = base.windows(fields, base.types_of(fields, 2))
+    return base.sizes(fields) | kinds | base.biases(fields) | experts | changes
 
 
 def _scored_by_sigmoid(fields: Fields, num_first: int = 0) -> dict[str, Any]:
@@ -91,7 +90,7 @@ def _scored_by_sigmoid(fields: Fields, num_first: int = 0) -> dict[str, Any]:
 
 def _latent(fields: Fields) -> dict[str, Any]:
     """Return DeepSeek-V3's attention."""
-    fields.require("attention_bias", False)
+    fields.require("attention_bias", None, False)
     fields.skip("num_key_value_heads", "head_dim")
     names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     latent = Latent(*map(fields.size, names))
@@ -110,13 +109,52 @@ def _latent(fields: Fields) -> dict[str, Any]:
 
 def _deepseek_v3(fields: Fields) -> dict[str, Any]:
     for name, value in {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}.items():
-        fields.require(name, value)
+        fields.require(name, None, value)
     fields.skip("num_nextn_predict_layers", "num_mtp_layers")
     experts = _scored_by_sigmoid(fields, fields["first_k_dense_replace"] or 0)
     return base.sizes(fields) | _latent(fields) | experts
 
 
+def _youtu(fields: Fields) -> dict[str, Any]:
+    fields.skip("embedding_initializer_range")
+    return base.sizes(fields) | _latent(fields)
+
+
+def _glm4_moe_lite(fields: Fields) -> dict[str, Any]:
+    L = fields.size("num_hidden_layers")
+    types = fields["mlp_layer_types"] or ["dense"] + ["sparse"] * (L - 1)
+    num_first = types.count("dense")
+    fields.require("mlp_layer_types", None, ["dense"] * num_first + ["sparse"] * (L - num_first))
+    fields.require("first_k_dense_replace", None, num_first)
+    fields.require("topk_method", None, "noaux_tc")
+    fields.skip("num_nextn_predict_layers", "num_mtp_layers")
+    return base.sizes(fields) | _latent(fields) | _scored_by_sigmoid(fields, num_first)
+
+
+def _solar_open(fields: Fields) -> dict[str, Any]:
+    fields.require("first_k_dense_replace", None, 0)
+    fields.skip("intermediate_size")
+    sizes = base.sizes(fields, fields.size("moe_intermediate_size"))
+    return sizes | base.same_kinds(fields) | _scored_by_sigmoid(fields) | {"qkv_bias": bool(fields["attention_bias"])}
+
+
+def _minimax_m2(fields: Fields) -> dict[str, Any]:
+    required = {"use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "use_routing_bias": True}
+    for name, value in required.items():
+        fields.require(name, None, value)
+    fields.require("shared_intermediate_size", None, 0)
+    fields.require("attn_type_list", None, [1] * fields.size("num_hidden_layers"))
+    fields.skip("use_mtp", "num_mtp_modules", "mtp_transformer_layers")
+    share = fields["rotary_dim"] and fields["rotary_dim"] / base.head_dim(fields)
+    rope = base.rope(fields, **({"partial_rotary_factor": share} if share else {}))
+    experts = _experts(fields, "intermediate_size", normalize=True, score="sigmoid", choice_bias=True)
+    return base.sizes(fields) | experts | {"qk_norm": "all", "kinds": (BlockKind(rope=rope),)}
+
+
 def _dots1(fields: Fields) -> dict[str, Any]:
+    fields.require("moe_layer_freq", None, 1)
+    fields.require("topk_method", None, "noaux_tc")
+    fields.require("scoring_func", None, "sigmoid", "noaux_tc")
     window, first, L = fields["sliding_window"], fields["max_window_layers"], fields.size("num_hidden_layers")
     types = ["sliding_attention" if window and i >= first else "full_attention" for i in range(L)]
     experts = _scored_by_sigmoid(fields, fields["first_k_dense_replace"] or 0)
@@ -148,9 +186,35 @@ _SIGMOID_DEFAULTS = _LLAMA | {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.0,
 }
+_LATENT_DEFAULTS = _SIGMOID_DEFAULTS | {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_interleave": True,
+}
+_GLM_DEFAULTS = _SIGMOID_DEFAULTS | {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "partial_rotary_factor": 0.5,
+    "moe_intermediate_size": 1408,
+}
 _EXPERTS = {"mlp.gate.weight": "router/kernel"} | _of_each_expert("mlp.experts")
 _SIGMOID_EXPERTS = _EXPERTS | _shared("mlp.shared_experts") | {"mlp.gate.e_score_correction_bias": "router/choice_bias"}
 _BLOCK = base.PRE_NORMS | base.ATTENTION | _EXPERTS
+_TWO_OF_EIGHT = {"num_local_experts": 8, "num_experts_per_tok": 2}
+_MIXTRAL_BLOCK = (
+    base.PRE_NORMS
+    | base.QKV
+    | base.OUT
+    | {"block_sparse_moe.gate.weight": "router/kernel"}
+    | _of_each_expert("block_sparse_moe.experts", "w1", "w2", "w3")
+)
 _LATENT = {
     "self_attn.q_a_proj.weight": "attention/q_down",
     "self_attn.q_a_layernorm.weight": "attention/q_norm",
@@ -163,20 +227,9 @@ _LATENT = {
 FAMILIES: dict[str, Family] = {
     "mixtral": Family(
         "MixtralForCausalLM",
-        base.MISTRAL_DEFAULTS
-        | {
-            "rope_theta": 1e6,
-            "rms_norm_eps": 1e-5,
-            "sliding_window": None,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-        },
+        base.MISTRAL_DEFAULTS | {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "sliding_window": None} | _TWO_OF_EIGHT,
         _mixtral,
-        base.PRE_NORMS
-        | base.QKV
-        | base.OUT
-        | {"block_sparse_moe.gate.weight": "router/kernel"}
-        | _of_each_expert("block_sparse_moe.experts", "w1", "w2", "w3"),
+        _MIXTRAL_BLOCK,
     ),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
@@ -184,13 +237,10 @@ FAMILIES: dict[str, Family] = {
         | {
             "num_key_value_heads": 16,
             "max_position_embeddings": 32768,
-            "decoder_sparse_step": 1,
-            "use_sliding_window": False,
             "moe_intermediate_size": 1408,
             "shared_expert_intermediate_size": 5632,
             "num_experts_per_tok": 4,
             "num_experts": 60,
-            "norm_topk_prob": False,
             "qkv_bias": True,
         },
         _qwen2_moe,
@@ -201,10 +251,8 @@ FAMILIES: dict[str, Family] = {
         base.QWEN_DEFAULTS
         | {
             "num_key_value_heads": 4,
-            "decoder_sparse_step": 1,
             "moe_intermediate_size": 768,
             "num_experts_per_tok": 8,
-            "norm_topk_prob": False,
         },
         _qwen3_moe,
         _BLOCK,
@@ -279,18 +327,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
-        _SIGMOID_DEFAULTS
+        _LATENT_DEFAULTS
         | {
             "max_position_embeddings": 4096,
-            "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc",
-            "moe_layer_freq": 1,
-            "attention_bias": False,
-            "q_lora_rank": 1536,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
             "n_routed_experts": 256,
             "n_shared_experts": 1,
             "num_experts_per_tok": 8,
@@ -299,11 +338,62 @@ FAMILIES: dict[str, Family] = {
             "topk_group": 4,
             "routed_scaling_factor": 2.5,
             "first_k_dense_replace": 3,
-            "rope_interleave": True,
         },
         _deepseek_v3,
         base.PRE_NORMS | _LATENT | base.MLP | _SIGMOID_EXPERTS,
         has_predictors=True,
+    ),
+    "youtu": Family(
+        "YoutuForCausalLM",
+        _LATENT_DEFAULTS | {"max_position_embeddings": 131072, "tie_word_embeddings": True},
+        _youtu,
+        base.PRE_NORMS | _LATENT | base.MLP,
+    ),
+    "glm4_moe_lite": Family(
+        "Glm4MoeLiteForCausalLM",
+        _LATENT_DEFAULTS
+        | {
+            "max_position_embeddings": 202752,
+            "rms_norm_eps": 1e-5,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "n_routed_experts": 64,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1536,
+            "routed_scaling_factor": 1.8,
+        },
+        _glm4_moe_lite,
+        base.PRE_NORMS | _LATENT | base.MLP | _SIGMOID_EXPERTS,
+        has_predictors=True,
+    ),
+    "solar_open": Family(
+        "SolarOpenForCausalLM",
+        _GLM_DEFAULTS
+        | {"head_dim": 128, "rope_theta": 1e6, "partial_rotary_factor": 1.0, "moe_intermediate_size": 1280},
+        _solar_open,
+        base.PRE_NORMS | base.QKV | base.OUT | _SIGMOID_EXPERTS,
+    ),
+    "minimax_m2": Family(
+        "MiniMaxM2ForCausalLM",
+        _LLAMA
+        | {
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 196608,
+            "rope_theta": 5e6,
+            "partial_rotary_factor": 1.0,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+        },
+        _minimax_m2,
+        _MIXTRAL_BLOCK
+        | {
+            "self_attn.q_norm.weight": "attention/q_norm",
+            "self_attn.k_norm.weight": "attention/k_norm",
+            "block_sparse_moe.e_score_correction_bias": "router/choice_bias",
+        },
     ),
     "dots1": Family(
         "Dots1ForCausalLM",
@@ -320,18 +410,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
-        _SIGMOID_DEFAULTS
-        | {
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "n_routed_experts": 128,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 8,
-            "partial_rotary_factor": 0.5,
-            "first_k_dense_replace": 1,
-            "moe_intermediate_size": 1408,
-        },
+        _GLM_DEFAULTS | {"first_k_dense_replace": 1},
         _glm4_moe,
         base.LLAMA_BLOCK | _SIGMOID_EXPERTS,
         has_predictors=True,

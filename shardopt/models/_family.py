@@ -25,7 +25,7 @@ class Family(NamedTuple):
     """A family of models.
 
     Attributes:
-      architecture: the class in transformers.
+      architecture: the class in transformers, and others of the same mathematics, with spaces between them.
       defaults: config.json's fields that may be absent, with transformers' defaults.
       read: returns the fields of `DecoderConfig` for a config.json.
       block: tensor name after the prefix of a block -> leaf of a block, or several leaves that the tensor joins. "{e}" is the
@@ -87,7 +87,6 @@ MISTRAL_DEFAULTS = LLAMA_DEFAULTS | {
 QWEN_DEFAULTS = LLAMA_DEFAULTS | {
     "num_key_value_heads": 32,
     "max_position_embeddings": 32768,
-    "use_sliding_window": False,
     "sliding_window": 4096,
     "max_window_layers": 28,
 }

@@ -6,37 +6,70 @@ from shardopt.models import _family as base
 from shardopt.models._decoder_config import BlockKind
 from shardopt.models._family import ACTIVATIONS, Family, with_biases
 from shardopt.models._fields import Fields
+from shardopt.models._rope import Rope
 
 
 def _layer_norms(fields: Fields, epsilon: str = "layer_norm_eps", norm: str = "layer") -> dict[str, Any]:
     return {"norm": norm, "norm_epsilon": fields[epsilon]}
 
 
-def _gpt2(fields: Fields) -> dict[str, Any]:
-    for name, value in (
-        ("scale_attn_weights", True),
-        ("scale_attn_by_inverse_layer_idx", False),
-        ("reorder_and_upcast_attn", False),
-    ):
-        fields.require(name, value)
-    dim, length = fields.size("n_embd"), fields.size("n_positions")
+def _gpt(
+    fields: Fields,
+    dim: str = "n_embd",
+    layers: str = "n_layer",
+    heads: str = "n_head",
+    hidden: str = "n_inner",
+    length: str = "n_positions",
+) -> dict[str, Any]:
+    """Return what the GPTs share, by the names of their fields; positions are learned."""
+    fields.require("scale_attn_weights", None, True)
+    max_length = fields.size(length)
     return {
         "vocab_size": fields.size("vocab_size"),
-        "dim": dim,
-        "num_layers": fields.size("n_layer"),
-        "num_heads": fields.size("n_head"),
-        "hidden": fields["n_inner"] or 4 * dim,
-        "max_length": length,
-        "positions": length,
+        "dim": fields.size(dim),
+        "num_layers": fields.size(layers),
+        "num_heads": fields.size(heads),
+        "hidden": fields[hidden] or 4 * fields.size(dim),
+        "max_length": max_length,
+        "positions": max_length,
         **_layer_norms(fields, "layer_norm_epsilon"),
         "activation": fields.choice("activation_function", ACTIVATIONS),
         "gated": False,
-        "qkv_bias": True,
-        "out_bias": True,
         "mlp_bias": True,
         "tied": bool(fields["tie_word_embeddings"]),
         "kinds": (BlockKind(rope=None),),
     }
+
+
+def _gpt2(fields: Fields) -> dict[str, Any]:
+    fields.require("scale_attn_by_inverse_layer_idx", None, False)
+    fields.require("reorder_and_upcast_attn", None, False)
+    return _gpt(fields) | {"qkv_bias": True, "out_bias": True}
+
+
+def _gpt_bigcode(fields: Fields) -> dict[str, Any]:
+    fields.require("multi_query", None, True)
+    fields.skip("inference_runner", "pad_key_length", "validate_runner_input")  # of a server
+    fields.require("num_key_value_heads", None, 1)
+    return _gpt(fields) | {"num_kv_heads": 1, "qkv_bias": True, "out_bias": True}
+
+
+def _gpt_neo(fields: Fields) -> dict[str, Any]:
+    fields.skip("attention_layers")  # transformers takes "attention_types"
+    config = _gpt(fields, "hidden_size", "num_layers", "num_heads", "intermediate_size", "max_position_embeddings")
+    names = {"global": "full_attention", "local": "sliding_attention"}
+    types: list[str] = [names.get(name, name) for group, number in fields["attention_types"] for name in group * number]
+    if len(types) != config["num_layers"]:
+        fields.problems.append(f"attention_types has {len(types)} types for {config['num_layers']} blocks")
+        return config
+    kinds = fields.kinds(types, fields.size("window_size"), lambda kind: None)
+    return config | kinds | {"out_bias": True, "attention_scale": 1.0}
+
+
+def _gptj(fields: Fields) -> dict[str, Any]:
+    fields.skip("rotary")
+    config, rope = _gpt(fields), Rope(dims=fields.size("rotary_dim"), interleaved=True)
+    return config | {"positions": 0, "kinds": (BlockKind(rope=rope),), "parallel": "norm", "head_bias": True}
 
 
 def _gpt_neox(fields: Fields) -> dict[str, Any]:
@@ -54,7 +87,7 @@ def _gpt_neox(fields: Fields) -> dict[str, Any]:
 
 def _falcon(fields: Fields) -> dict[str, Any]:
     for name, value in {"multi_query": True, "new_decoder_architecture": False, "alibi": False, "bias": False}.items():
-        fields.require(name, value)
+        fields.require(name, None, value)
     fields.require("num_ln_in_parallel_attn", None)
     fields.skip("num_kv_heads")  # of the new architecture
     return base.sizes(fields, fields["ffn_hidden_size"] or 4 * fields.size("hidden_size")) | {
@@ -68,14 +101,14 @@ def _falcon(fields: Fields) -> dict[str, Any]:
 
 
 def _phi(fields: Fields) -> dict[str, Any]:
-    fields.require("qk_layernorm", False)
+    fields.require("qk_layernorm", None, False)
     changes = {"parallel": "norm", "gated": False, "head_bias": True}
     biases = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
     return base.sizes(fields) | base.same_kinds(fields) | _layer_norms(fields) | changes | biases
 
 
 def _stablelm(fields: Fields) -> dict[str, Any]:
-    fields.require("qk_layernorm", False)
+    fields.require("qk_layernorm", None, False)
     changes = {
         "parallel": "norm" if fields["use_parallel_residual"] else None,
         "qkv_bias": bool(fields["use_qkv_bias"]),
@@ -86,6 +119,8 @@ def _stablelm(fields: Fields) -> dict[str, Any]:
 def _starcoder2(fields: Fields) -> dict[str, Any]:
     fields.require("mlp_type", None, "default")
     fields.require("norm_type", None, "layer_norm")
+    fields.require("scale_attn_weights", None, True)
+    fields.skip("activation_function", "layer_norm_epsilon")  # other names of fields that are there too
     changes = {"gated": False, "mlp_bias": bool(fields["use_bias"])}
     return base.mistral(fields) | _layer_norms(fields, "norm_epsilon") | base.biases(fields, "use_bias") | changes
 
@@ -147,27 +182,63 @@ _JOINED = "attention/q", "attention/k", "attention/v"
 _NEOX_QKV = with_biases({"attention.query_key_value": _JOINED})
 _OLD_MLP = _mlp("dense_h_to_4h", "dense_4h_to_h")
 
+_GPT_DEFAULTS = {
+    "n_positions": 1024,
+    "layer_norm_epsilon": 1e-5,
+    "activation_function": "gelu_new",
+    "tie_word_embeddings": True,
+}
+_GPT_NORMS = with_biases({"ln_1": "attention/norm", "ln_2": "mlp/norm"})
+_GPT_BUFFERS = (r"h\.\d+\.attn\.(attention\.)?(masked_)?bias$",)
+_GPT2_OUTER = _outer("transformer.wte", "transformer.ln_f") | {"transformer.wpe.weight": "positions"}
+_GPT2_BLOCK = (
+    _GPT_NORMS | with_biases({"attn.c_attn": _JOINED, "attn.c_proj": "attention/out"}) | _mlp("c_fc", "c_proj")
+)
+
 FAMILIES: dict[str, Family] = {
     "gpt2": Family(
         "GPT2LMHeadModel",
-        {
-            "n_positions": 1024,
-            "layer_norm_epsilon": 1e-5,
-            "activation_function": "gelu_new",
-            "tie_word_embeddings": True,
-            "scale_attn_weights": True,
-            "scale_attn_by_inverse_layer_idx": False,
-            "reorder_and_upcast_attn": False,
-        },
+        _GPT_DEFAULTS,
         _gpt2,
-        with_biases({"ln_1": "attention/norm", "attn.c_attn": _JOINED, "attn.c_proj": "attention/out"})
-        | with_biases({"ln_2": "mlp/norm"})
-        | _mlp("c_fc", "c_proj"),
-        _outer("transformer.wte", "transformer.ln_f") | {"transformer.wpe.weight": "positions"},
+        _GPT2_BLOCK,
+        _GPT2_OUTER,
         prefix="transformer.h.{i}.",
         transposed=False,
-        ignored=(r"h\.\d+\.attn\.(masked_)?bias$",),
+        ignored=_GPT_BUFFERS,
         optional="transformer.",
+    ),
+    "gpt_bigcode": Family(
+        "GPTBigCodeForCausalLM",
+        _GPT_DEFAULTS | {"activation_function": "gelu_pytorch_tanh"},
+        _gpt_bigcode,
+        _GPT2_BLOCK,
+        _GPT2_OUTER,
+        prefix="transformer.h.{i}.",
+        ignored=_GPT_BUFFERS,
+    ),
+    "gpt_neo": Family(
+        "GPTNeoForCausalLM",
+        _GPT_DEFAULTS
+        | {"max_position_embeddings": 2048, "window_size": 256, "attention_types": [[["global", "local"], 12]]},
+        _gpt_neo,
+        _GPT_NORMS
+        | {f"attn.attention.{name}_proj.weight": f"attention/{name}" for name in "qkv"}
+        | with_biases({"attn.attention.out_proj": "attention/out"})
+        | _mlp("c_fc", "c_proj"),
+        _GPT2_OUTER,
+        prefix="transformer.h.{i}.",
+        ignored=_GPT_BUFFERS,
+    ),
+    "gptj": Family(
+        "GPTJForCausalLM",
+        _GPT_DEFAULTS | {"n_positions": 2048, "rotary_dim": 64, "tie_word_embeddings": False},
+        _gptj,
+        _GPT_NORMS
+        | {f"attn.{name}_proj.weight": f"attention/{name}" for name in ("q", "k", "v", "out")}
+        | _mlp("fc_in", "fc_out"),
+        _outer("transformer.wte", "transformer.ln_f"),
+        prefix="transformer.h.{i}.",
+        ignored=_GPT_BUFFERS,
     ),
     "gpt_neox": Family(
         "GPTNeoXForCausalLM",
@@ -190,16 +261,7 @@ FAMILIES: dict[str, Family] = {
     "falcon": Family(
         "FalconForCausalLM",
         base.LLAMA_DEFAULTS
-        | {
-            "layer_norm_epsilon": 1e-5,
-            "activation": "gelu",
-            "tie_word_embeddings": True,
-            "multi_query": True,
-            "parallel_attn": True,
-            "new_decoder_architecture": False,
-            "alibi": False,
-            "bias": False,
-        },
+        | {"layer_norm_epsilon": 1e-5, "activation": "gelu", "tie_word_embeddings": True, "parallel_attn": True},
         _falcon,
         _NORMS
         | with_biases({"self_attention.query_key_value": _JOINED, "self_attention.dense": "attention/out"})
@@ -209,22 +271,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "phi": Family(
         "PhiForCausalLM",
-        _DEFAULTS | {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5, "qk_layernorm": False},
+        _DEFAULTS | {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
         _phi,
         _NORMS | base.QKV | with_biases({"self_attn.dense": "attention/out"}) | _mlp("fc1", "fc2"),
         _outer("model.embed_tokens", "model.final_layernorm"),
     ),
     "stablelm": Family(
         "StableLmForCausalLM",
-        _DEFAULTS
-        | {
-            "num_key_value_heads": 32,
-            "max_position_embeddings": 4096,
-            "use_qkv_bias": False,
-            "qk_layernorm": False,
-            "use_parallel_residual": False,
-            "partial_rotary_factor": 0.25,
-        },
+        _DEFAULTS | {"num_key_value_heads": 32, "max_position_embeddings": 4096, "partial_rotary_factor": 0.25},
         _stablelm,
         _BLOCK,
         _OUTER,

@@ -19,6 +19,11 @@ def _cwm(fields: Fields) -> dict[str, Any]:
     return base.sizes(fields) | {"mlp_bias": bool(fields["mlp_bias"])} | base.windows(fields, types)
 
 
+def _phi3(fields: Fields) -> dict[str, Any]:
+    fields.skip("full_attn_mod", "interpolate_factor")  # of Phi 4 mini, without effect
+    return base.mistral(fields)
+
+
 def _ministral(fields: Fields) -> dict[str, Any]:
     return base.sizes(fields) | base.windows(fields)
 
@@ -28,6 +33,7 @@ def _smollm3(fields: Fields) -> dict[str, Any]:
     window = fields["sliding_window"] if fields["use_sliding_window"] else None
     rotates = fields["no_rope_layers"] or [(i + 1) % every != 0 for i in range(L)]
     types = fields["layer_types"] or ["full_attention" if has_rope else "sliding_attention" for has_rope in rotates]
+    fields.skip("max_window_layers")
     rope = base.rope(fields)
     blocks = [
         BlockKind(window if kind == "sliding_attention" else None, rope if has_rope else None)
@@ -95,6 +101,7 @@ GLM_DEFAULTS = _LLAMA | {
     "attention_bias": True,
     "partial_rotary_factor": 0.5,
 }
+_WIDE = _LLAMA | {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 32768}
 _GRANITE_DEFAULTS = _LLAMA | dict.fromkeys(
     ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0
 )
@@ -108,6 +115,10 @@ _QK_LAYER_NORMS = {
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", _LLAMA, base.llama, base.LLAMA_BLOCK),
+    "internlm3": Family(
+        "LlamaForCausalLM InternLM3ForCausalLM", _WIDE | {"num_key_value_heads": 2}, base.llama, base.LLAMA_BLOCK
+    ),
+    "iquestcoder": Family("LlamaForCausalLM IQuestCoderForCausalLM", _WIDE, base.llama, base.LLAMA_BLOCK),
     "mistral": Family("MistralForCausalLM", base.MISTRAL_DEFAULTS, base.mistral, base.LLAMA_BLOCK),
     "ministral": Family("MinistralForCausalLM", base.MISTRAL_DEFAULTS, _ministral, base.LLAMA_BLOCK),
     "cwm": Family(
@@ -134,7 +145,7 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family(
         "Phi3ForCausalLM",
         _LLAMA | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
-        base.mistral,
+        _phi3,
         base.PRE_NORMS | _PHI3_BLOCK,
     ),
     "smollm3": Family(

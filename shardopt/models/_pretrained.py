@@ -303,7 +303,7 @@ def from_pretrained(
         raise ValueError(error_text(problem, fix=fix))
     fields = Fields(hf_config, FAMILIES[name].defaults)
     if family is None:
-        fields.require("architectures", None, [FAMILIES[name].architecture])
+        fields.require("architectures", None, *([architecture] for architecture in FAMILIES[name].architecture.split()))
     config_fields, quantization = FAMILIES[name].read(fields), read_quantization(fields)
     check_fields(folder, fields)
     config = DecoderConfig(**config_fields)
