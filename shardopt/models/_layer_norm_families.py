@@ -58,7 +58,7 @@ def _gpt_neo(fields: Fields) -> dict[str, Any]:
     fields.skip("attention_layers")  # transformers takes "attention_types"
     config = _gpt(fields, "hidden_size", "num_layers", "num_heads", "intermediate_size", "max_position_embeddings")
     names = {"global": "full_attention", "local": "sliding_attention"}
-    types: list[str] = [names.get(name, name) for group, number in fields["attention_types"] for name in group * number]
+    types = [str(names.get(name, name)) for group, number in fields["attention_types"] for name in group * number]
     if len(types) != config["num_layers"]:
         fields.problems.append(f"attention_types has {len(types)} types for {config['num_layers']} blocks")
         return config
