@@ -15,6 +15,7 @@ NEUTRAL = frozenset(
         "_name_or_path",
         "_sliding_window_pattern",
         "architectures",
+        "attention_softmax_in_fp32",
         "auto_map",
         "cache_implementation",
         "dtype",
@@ -24,10 +25,17 @@ NEUTRAL = frozenset(
         "is_decoder",
         "label2id",
         "model_type",
+        "max_sequence_length",
+        "model_max_length",
         "n_ctx",
+        "n_special",
+        "output_past",
+        "predict_special_tokens",
         "pretraining_tp",
         "return_dict",
+        "scale_attention_softmax_in_fp32",
         "task_specific_params",
+        "tokenizer_class",
         "torch_dtype",
         "transformers_version",
         "unsloth_fixed",
@@ -35,14 +43,6 @@ NEUTRAL = frozenset(
         "use_cache",
         "use_mamba_kernels",
         "use_mrope",
-        "attention_dropout",
-        "attn_pdrop",
-        "embd_pdrop",
-        "embedding_dropout",
-        "hidden_dropout",
-        "resid_pdrop",
-        "residual_dropout",
-        "summary_first_dropout",
         "summary_activation",
         "summary_proj_to_labels",
         "summary_type",
@@ -54,19 +54,10 @@ NEUTRAL = frozenset(
         "ep_size",
     ]
 )
-"""Fields that do not change the logits, next to those that end in "_token_id": the form of the file, losses that are off, and dropout, which the decoder has not."""
+"""Fields that do not change the logits: the form of the file, losses that are off."""
 
-_OFF = frozenset(
-    [
-        "add_cross_attention",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "router_jitter_noise",
-        "torchscript",
-    ]
-)
-"""Fields that must be off: absent, null, false or 0."""
+_NEUTRAL_ENDS = ("_token_id", "_dropout", "_dropout_prob", "_pdrop")
+"""The ends of names of further such fields; the decoder has no dropout."""
 
 
 class Fields:
@@ -107,16 +98,14 @@ class Fields:
         self._read.update(names)
 
     def unread_problems(self) -> list[str]:
-        """Return a problem for each field that was not read and may ask for something."""
-        unread = {
-            name: value
-            for name, value in self._values.items()
-            if name not in self._read | NEUTRAL and not name.endswith("_token_id")
-        }
+        """Return a problem for each field that was not read and asks for something: it is neither null nor false."""
         return [
             f"{name} is {value!r}, which the decoder does not know"
-            for name, value in unread.items()
-            if value is not None and not (name in _OFF and not value)
+            for name, value in self._values.items()
+            if name not in self._read | NEUTRAL
+            and not name.endswith(_NEUTRAL_ENDS)
+            and value is not None
+            and value is not False
         ]
 
     def rope(self, head_dim: int, group: str | None = None, **changes: Any) -> Rope:
@@ -180,6 +169,8 @@ def check_fields(folder: object, fields: Fields) -> None:
     Raises:
       ValueError: if there is a problem.
     """
+    fields.require("is_causal", None, True)  # the only field of all models that asks for something when it is false
+    fields.require("router_jitter_noise", None, 0.0)
     if problems := fields.problems + fields.unread_problems():
         raise ValueError(
             error_text(

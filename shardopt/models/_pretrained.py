@@ -22,8 +22,8 @@ from shardopt.core._errors import calling, error_text
 from shardopt.core._types import PyTree, TrainState, leaves_with_paths
 from shardopt.models import decoder
 from shardopt.models._decoder_config import DecoderConfig
+from shardopt.models._families import FAMILIES, UNFIT
 from shardopt.models._fields import Fields, check_fields
-from shardopt.models._other_families import FAMILIES, UNFIT
 from shardopt.models._places import Place, check_tensors, is_ignored, places_of, tensor_shape
 from shardopt.models._quantized_files import Quantized, join_quantized, read_quantization
 from shardopt.models._tensor_files import Part, Tensor, header_of, read_header
@@ -303,7 +303,7 @@ def from_pretrained(
         raise ValueError(error_text(problem, fix=fix))
     fields = Fields(hf_config, FAMILIES[name].defaults)
     if family is None:
-        fields.require("architectures", None, [FAMILIES[name].architecture])
+        fields.require("architectures", None, *([architecture] for architecture in FAMILIES[name].architecture.split()))
     config_fields, quantization = FAMILIES[name].read(fields), read_quantization(fields)
     check_fields(folder, fields)
     config = DecoderConfig(**config_fields)

@@ -151,7 +151,7 @@ REFUSED = [
     ("llama2", {"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method is 'awq', must be"),
     ("llama2", {"rope_scaling": {"rope_type": "axial", "factor": 2.0}}, "rope_type is 'axial', must be one of"),
     ("phi3_longrope", {"head_dim": 12}, "rope_scaling.short_factor has 4 numbers, must be 6"),
-    ("stablelm", {"qk_layernorm": True}, "qk_layernorm is True, must be False"),
+    ("stablelm", {"qk_layernorm": True}, "qk_layernorm is True, must be None or False"),
     (
         "llama2",
         {"partial_rotary_factor": 0.5},
@@ -159,7 +159,7 @@ REFUSED = [
     ),
     ("llama2", {"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu', must be one of"),
     ("llama2", {"residual_multiplier": 0.22}, "residual_multiplier is 0.22, which the decoder does not know"),
-    ("llama2", {"is_causal": False}, "is_causal is False, which the decoder does not know"),
+    ("llama2", {"is_causal": False}, "is_causal is False, must be None or True"),
     ("llama2", {"architectures": ["LlamaForSequenceClassification"]}, "architectures is"),
     ("llama2", {"num_hidden_layers": None}, "num_hidden_layers is None, must be a positive integer"),
     ("llama3", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling has no 'low_freq_factor'"),
@@ -173,6 +173,28 @@ def test_a_field_that_the_decoder_lacks_is_named(name, changes, message, tmp_pat
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         from_pretrained(folder)
     assert str(error.value).startswith(f"from_pretrained: {folder} describes a model that the decoder cannot be.")
+
+
+PUBLISHED = {
+    "falcon": {"apply_residual_connection_post_layernorm": False, "hidden_dropout": 0.0},
+    "gpt2": {"n_ctx": 64, "n_special": 0, "predict_special_tokens": True, "output_past": True, "embd_pdrop": 0.1},
+    "gptj": {"rotary": True, "scale_attn_weights": True, "tokenizer_class": "GPT2Tokenizer"},
+    "gpt_bigcode": {"attention_softmax_in_fp32": True, "inference_runner": 0, "pre_allocate_kv_cache": False},
+    "phi3": {"attention_bias": False, "lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1},
+    "starcoder2": {"activation_function": "gelu_pytorch_tanh", "scale_attn_weights": True, "embedding_dropout": 0.1},
+    "smollm3": {"max_window_layers": 28},
+    "cohere": {"model_max_length": 131072},
+    "dots1": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "use_sliding_window": False},
+    "minimax_m2": {"use_qk_norm": True, "use_mtp": True, "num_mtp_modules": 3, "shared_intermediate_size": 0},
+    "llama2": {"max_sequence_length": 2048, "rope_interleaved": False, "is_causal": True, "clip_qkv": None},
+}
+"""Case -> fields of published config.json of its family that ask for nothing."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_fields_of_published_models_that_ask_for_nothing_are_no_problem(name, tmp_path):
+    config = from_pretrained(folder_of(tmp_path / "plain", name)).config
+    assert from_pretrained(folder_of(tmp_path / "published", name, **PUBLISHED[name])).config == config
 
 
 def test_an_unknown_model_type_is_refused_and_can_be_named(tmp_path):
