@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from shardopt.mesh import device_kind_or_default
-from shardopt.nn._flash import HIDDEN, TILE, Rule, capped
+from shardopt.nn._flash import TILE, Rule, capped
 from shardopt.nn._kernel_tiles import LANES, hide, padded, product, vmem
 
 _HEADS = 4
@@ -54,7 +54,7 @@ def attend(
     (B, H, T, K), (G, V) = query.shape, value.shape[1::2]
     block, R = math.gcd(T, TILE), H // G
     # heads of a step divide the heads of a group. Two cores need two steps.
-    heads = max(count for count in range(1, _HEADS + 1) if R % count == 0 and (count == 1 or B * H > count))
+    heads = max(count for count in range(1, _HEADS + 1) if R % count == 0 and (count == 1 or count < B * H))
     query_spec = lambda width: pl.BlockSpec((None, heads, block, width), lambda b, h, i: (b, h, i, 0))  # noqa: E731
     key_spec = lambda width: pl.BlockSpec((None, None, T, width), lambda b, h, _: (b, h * heads // R, 0, 0))  # noqa: E731
     inputs, in_specs = [query, key, value], [query_spec(K), key_spec(K), key_spec(V)]
