@@ -20,10 +20,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from shardopt.mesh import device_kind_or_default
-from shardopt.nn._flash import HIDDEN, TILE, Keys, Marks, Queries, Rule, capped
+from shardopt.nn._flash import TILE, Keys, Marks, Queries, Rule, capped
+from shardopt.nn._kernel_tiles import LANES, hide, padded, product, vmem
 
-LANES = 128
-"""The kernel needs tiles of a multiple of so many positions, and pads heads to a multiple of it."""
 Sums = tuple[Array, Array, Array]
 
 
@@ -40,10 +39,9 @@ def gradients(
     keys = keys._replace(marks=Marks(None, keys.marks.segments))
     T, K, V = *queries.query.shape[2:], keys.value.shape[3]
     block = math.gcd(T, TILE)
-    padded_width = lambda width: -(-width // LANES) * LANES  # noqa: E731
-    width = padded_width(K) + padded_width(K) + padded_width(V)  # of dQ, dK and dV
+    width = padded(K) + padded(K) + padded(V)  # of dQ, dK and dV
     # per row: the sums in float32, and two output buffers. A third of VMEM is left for input buffers and tiles.
-    blocks_that_fit = lambda dtype: max(2 * _vmem() // 3 // (width * (4 + 2 * np.dtype(dtype).itemsize)) // block, 1)  # noqa: E731
+    blocks_that_fit = lambda dtype: max(2 * vmem() // 3 // (width * (4 + 2 * np.dtype(dtype).itemsize)) // block, 1)  # noqa: E731
     if blocks_that_fit(dtype) * block >= T:
         return _piece_gradients(queries, keys, rule, 0, block, dtype)
     piece_size = block * max(count for count in range(1, blocks_that_fit(jnp.float32) + 1) if T // block % count == 0)
@@ -143,7 +141,7 @@ def _piece_gradients(
         ),
         out_shape=out_shape,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=_vmem()
+            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=vmem()
         ),
         cost_estimate=pl.CostEstimate(
             flops=products * (3 * K + 2 * V),
@@ -168,28 +166,19 @@ def _add_tile(query_blocks: Any, key_blocks: Any, *refs: Any, rule: Rule, block:
     last_tile = pl.num_programs(3) - 1
     pl.when(tile == 0)(lambda: _clear(dq))
     pl.when((tile == 0) & (head == 0))(lambda: _clear(dk, dv))
-    scores = capped(_product(key, query, 1, 1), rule.softcap)
+    scores = capped(product(key, query, 1, 1), rule.softcap)
     # of the scores before the cap: tanh' = 1 - tanh^2
     slope = None if rule.softcap is None else 1 - jnp.square(scores / rule.softcap)
-    # position of the query minus position of the key
-    gap = query_lead + (query_blocks[tile] - key_blocks[tile]) * block + _iota(1, block) - _iota(0, block)
-    masks = []
-    if rule.causal:
-        masks.append(gap >= 0)
-    if rule.window is not None:
-        masks.append(gap < rule.window)
-    if segments:
-        query_segments, key_segments = segments
-        masks.append(query_segments == key_segments[:, :1])
-    if masks:
-        scores = jnp.where(functools.reduce(jnp.logical_and, masks), scores, HIDDEN)
+    lead = query_lead + (query_blocks[tile] - key_blocks[tile]) * block
+    same_segment = segments[0] == segments[1][:, :1] if segments else None
+    scores = hide(scores, lead, 1, same_segment, rule)
     weights = jnp.exp(scores - logsumexp)
-    d_scores = weights * (_product(value, d_out, 1, 1) - delta)
+    d_scores = weights * (product(value, d_out, 1, 1) - delta)
     d_scores = (d_scores if slope is None else d_scores * slope).astype(query.dtype)
     query_rows, key_rows = pl.ds(query_blocks[tile] * block, block), pl.ds(key_blocks[tile] * block, block)
-    dv[key_rows] += _product(weights.astype(d_out.dtype), d_out, 1, 0)
-    dk[key_rows] += _product(d_scores, query, 1, 0)
-    dq[query_rows] += _product(d_scores, key, 0, 0)
+    dv[key_rows] += product(weights.astype(d_out.dtype), d_out, 1, 0)
+    dk[key_rows] += product(d_scores, query, 1, 0)
+    dq[query_rows] += product(d_scores, key, 0, 0)
     pl.when(tile == last_tile)(lambda: _copy((dq,), out[:1]))
     pl.when((tile == last_tile) & (head == pl.num_programs(2) - 1))(lambda: _copy((dk, dv), out[1:]))
 
@@ -202,16 +191,3 @@ def _clear(*refs: Any) -> None:
 def _copy(sources: Sequence[Any], targets: Sequence[Any]) -> None:
     for source, target in zip(sources, targets, strict=True):
         target[...] = source[...].astype(target.dtype)
-
-
-def _product(a: Array, b: Array, dim_a: int, dim_b: int) -> Array:
-    return lax.dot_general(a, b, (((dim_a,), (dim_b,)), ((), ())), preferred_element_type=jnp.float32)
-
-
-def _iota(dim: int, block: int) -> Array:
-    return lax.broadcasted_iota(jnp.int32, (block, block), dim)
-
-
-def _vmem() -> int:
-    """Return how many bytes of VMEM the kernel may use: a core has 64 MiB or more, and 16 MiB up to TPU v4."""
-    return 16 * 2**20 if device_kind_or_default() in ("TPU v2", "TPU v3", "TPU v4") else 48 * 2**20
