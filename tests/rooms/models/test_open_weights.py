@@ -22,8 +22,8 @@ CASES = list(oracle.CASES)
 LATER = CASES[CASES.index("phi3_longrope") :]
 """Cases that differ from another one in little: their logits are in the slow tier."""
 FAMILY = {name: oracle.CASES[name][0] for name in CASES}
-VARIANTS = [name for i, name in enumerate(CASES) if FAMILY[name] in map(FAMILY.get, CASES[:i])]
-"""Further cases of a family: their steps are on one mesh."""
+VARIANTS = [name for name in LATER if FAMILY[name] in map(FAMILY.get, CASES[: CASES.index(name)])]
+"""Later cases of a family that has another one: their steps are on one mesh."""
 
 
 def strategy(mesh, model):
