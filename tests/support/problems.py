@@ -28,8 +28,9 @@ def problem(name: str, *, weighted: bool, steps: int = 10, dtype=jnp.float64) ->
     """Build a problem whose rows differ in scale and weight, so that equal treatment of devices shows."""
     params, loss_fn, rules, make_batch = MODELS[name](weighted)
     draw = np.random.default_rng(7)
+    dtype = jax.dtypes.canonicalize_dtype(dtype)
     cast = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x  # noqa: E731
-    params = jax.tree.map(cast, params)
+    params = jax.tree.map(cast, jax.device_get(params))  # on the host, where a cast and a slice are no programs
     batches = [jax.tree.map(cast, make_batch(draw)) for _ in range(steps)]
     as_function = loss_fn.loss_fn if isinstance(loss_fn, so.BlockModel) else loss_fn
 
@@ -38,6 +39,22 @@ def problem(name: str, *, weighted: bool, steps: int = 10, dtype=jnp.float64) ->
         return loss.total / loss.weight if isinstance(loss, so.Weighted) else loss
 
     return Problem(params, loss_fn, reference, rules, batches)
+
+
+def host_params(init, config, seed: int = 0):
+    """Draw parameters of a model as its `init` does, on the host and without a program for each shape."""
+    shapes = jax.eval_shape(lambda key: init(config, key), jax.random.key(0))
+    draw = np.random.default_rng(seed)
+
+    def leaf(path, shape):
+        name = path[-1].key
+        if name.endswith("norm"):
+            return np.ones(shape.shape, shape.dtype)
+        if name.endswith("bias") or name in ("sinks", "router_load"):
+            return np.zeros(shape.shape, shape.dtype)
+        return (0.02 * draw.normal(size=shape.shape)).astype(shape.dtype)
+
+    return jax.tree.map_with_path(leaf, shapes)
 
 
 def reduce(per_row, batch, weighted: bool):
@@ -63,8 +80,7 @@ def regression_batch(inputs: int, outputs: int):
 
 def _gpt(weighted: bool):
     config = gpt.GPTConfig(vocab_size=32, dim=16, num_layers=2, num_heads=4, max_length=16)
-    params = gpt.init(config, jax.random.key(1))
-    params = jax.tree.map(lambda x: x * 2, params)
+    params = jax.tree.map(lambda x: x * 2, host_params(gpt.init, config, seed=1))
 
     def make(draw):
         batch = {"tokens": draw.integers(0, 32, size=(BATCH, 9))}
@@ -120,7 +136,7 @@ def _odd(weighted: bool):
         "out": (draw.normal(size=(24, 5)) * 0.3, np.ones(())),
         "count": np.int32(3),
     }
-    params = jax.tree.map(jnp.asarray, params)
+    params = jax.tree.map(np.asarray, params)
 
     def loss_fn(params, batch):
         x = batch["x"]

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from support.problems import host_params
 
 import shardopt as so
 from shardopt.adapters import lora
@@ -44,9 +45,10 @@ def adapted_gpt(base="float", **options):
 
 def gpt_params(adapted):
     """Parameters whose B is not 0, so that A has a gradient in the first step."""
-    params = adapted.init(gpt.init(CONFIG, jax.random.key(0)), jax.random.key(1))
+    params = jax.jit(adapted.init)(host_params(gpt.init, CONFIG), jax.random.key(1))
+    draw = np.random.default_rng(2)
     nonzero = lambda path, leaf: (  # noqa: E731
-        leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape) if "lora_b" in str(path[-1]) else leaf
+        0.1 * draw.normal(size=leaf.shape).astype(leaf.dtype) if "lora_b" in str(path[-1]) else leaf
     )
     return jax.tree_util.tree_map_with_path(nonzero, params)
 
@@ -87,11 +89,15 @@ def expected_factors(base):
         loss = gpt.model(CONFIG).loss_fn(merged, BATCH)
         return loss.total / loss.weight
 
-    opt_state = TX.init(trained)
-    for _ in range(3):
+    @jax.jit
+    def step(trained, opt_state):
         loss, grads = jax.value_and_grad(loss_fn)(trained)
         updates, opt_state = TX.update(grads, opt_state)
-        trained = optax.apply_updates(trained, updates)
+        return optax.apply_updates(trained, updates), opt_state, loss
+
+    opt_state = jax.tree.map(np.zeros_like, TX.init(trained))
+    for _ in range(3):
+        trained, opt_state, loss = step(trained, opt_state)
     return trained, float(loss)
 
 

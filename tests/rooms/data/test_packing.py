@@ -96,7 +96,7 @@ def test_rows_are_filled_first_fit():
 
 
 @pytest.mark.default
-@pytest.mark.parametrize("count", [10, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [4, pytest.param(30, marks=pytest.mark.slow)])
 def test_an_iterator_goes_on_from_any_state_and_packing_twice_is_the_same(count):
     def prop(documents, length, open_rows, batch_size):
         dataset = data.pack(documents, length, open_rows=open_rows).batch(batch_size)

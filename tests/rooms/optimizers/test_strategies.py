@@ -84,8 +84,19 @@ FUSED = ((8, 16, 3, 2, 8), so.optimizers.Matrix(rows=1, columns=(3, 4)))
 STACKED = ((16, 24, 16), so.optimizers.Matrix())
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("leaf", [FUSED, STACKED], ids=["fused", "stacked"])
+@pytest.mark.parametrize(
+    ("name", "leaf"),
+    [
+        ("soap", STACKED),
+        ("shampoo", FUSED),
+        ("muon", STACKED),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in [("soap", FUSED), ("shampoo", STACKED), ("muon", FUSED)]
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "fused" if value == FUSED else "stacked",
+)
 def test_whole_matrices_need_no_collective(name, leaf):
     assert collectives_of_update(name, jax.devices(), *leaf) == ()
 

@@ -7,6 +7,7 @@ import optax
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.reference import jitted
 from support.trajectory import trajectory
 
 import shardopt as so
@@ -48,6 +49,7 @@ def run(on_devices, tx, params, grads, size):
 
 def alone(tx, params, means):
     """What one device does with these gradients, step by step."""
+    tx = jitted(tx)
     seen, state = [], tx.init(params)
     for mean in means:
         updates, state = tx.update(mean, state, params)
@@ -62,7 +64,7 @@ def test_accumulated_means(shapes, size, data, x64, on_devices):
     every = data.draw(st.integers(1, 3))
     params, grads = draw(shapes, size)
     tx = T.accumulate(optax.chain(T.average_gradients("data"), optax.sgd(0.1, momentum=0.5)), every)
-    expected, state, inner = [], params, optax.sgd(0.1, momentum=0.5)
+    expected, state, inner = [], params, jitted(optax.sgd(0.1, momentum=0.5))
     kept = inner.init(params)
     for t in range(STEPS):
         if (t + 1) % every == 0:
@@ -83,6 +85,7 @@ def test_sharded_updates(shapes, size, data, x64, on_devices):
     everywhere(found, alone(tx, params, [at(grads, t) for t in range(STEPS)]), size)
 
 
+@pytest.mark.slow  # test_clip.py has rows of it
 @quick
 @drawn
 def test_clipped_means(shapes, size, data, x64, on_devices):
