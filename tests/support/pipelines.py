@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardopt as so
 from shardopt.models import gpt
-from support.problems import Problem, host_params, reduce
+from support.host import host_params
+from support.problems import Problem, reduce
 
 
 def v_shaped(num_stages: int, num_micro_batches: int) -> so.schedules.Schedule:

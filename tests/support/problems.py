@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardopt as so
 from shardopt.models import gpt
+from support.host import host_params
 
 BATCH = 32
 
@@ -39,22 +40,6 @@ def problem(name: str, *, weighted: bool, steps: int = 10, dtype=jnp.float64) ->
         return loss.total / loss.weight if isinstance(loss, so.Weighted) else loss
 
     return Problem(params, loss_fn, reference, rules, batches)
-
-
-def host_params(init, config, seed: int = 0):
-    """Draw parameters of a model as its `init` does, on the host and without a program for each shape."""
-    shapes = jax.eval_shape(lambda key: init(config, key), jax.random.key(0))
-    draw = np.random.default_rng(seed)
-
-    def leaf(path, shape):
-        name = path[-1].key
-        if name.endswith("norm"):
-            return np.ones(shape.shape, shape.dtype)
-        if name.endswith("bias") or name in ("sinks", "router_load"):
-            return np.zeros(shape.shape, shape.dtype)
-        return (0.02 * draw.normal(size=shape.shape)).astype(shape.dtype)
-
-    return jax.tree.map_with_path(leaf, shapes)
 
 
 def reduce(per_row, batch, weighted: bool):

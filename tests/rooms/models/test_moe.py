@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.problems import host_params
+from support.host import host_params
 from support.reference import relative_difference
 from support.tiers import tiered
 

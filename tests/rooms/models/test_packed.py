@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
-from support.problems import host_params
+from support.host import host_params
 from support.reference import relative_difference
 from support.tiers import tiered
 
@@ -56,11 +56,14 @@ def mean(parts):
 
 @functools.cache
 def one_by_one(name):
-    """Return parameters, and the gradient of the weighted mean over documents that run one by one."""
+    """Return parameters, and the gradient of the weighted mean over documents that have a row each, not packed."""
     model, init = MODELS[name]
 
     def loss(params):
-        batches = [{"tokens": one[None], "weights": WEIGHTS[one[None, :-1]]} for one in DOCUMENTS]
+        of_length = [
+            np.stack([one for one in DOCUMENTS if one.size == size]) for size in {one.size for one in DOCUMENTS}
+        ]
+        batches = [{"tokens": rows, "weights": WEIGHTS[rows[:, :-1]]} for rows in of_length]
         return mean([model.loss_fn(params, batch) for batch in batches])
 
     params = host_params(lambda _, key: init(key), None)
@@ -193,7 +196,7 @@ def test_a_packed_run_learns_as_one_of_the_same_documents_a_row_each(mesh_of):
 
     def losses(batches):
         opt = so.fsdp(optax.adam(3e-3), mesh_of(data=2), gpt.model(config))
-        state = opt.init(gpt.init(config, jax.random.key(0)))
+        state = opt.init(host_params(gpt.init, config))
         for batch in batches[:-10]:
             state, _ = opt.step(state, batch)
         return [float(opt.evaluate(state, batch)["loss"]) for batch in alone[-10:]]

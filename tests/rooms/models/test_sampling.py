@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.problems import host_params
+from support.host import host_params
 from support.tiers import tiered
 
 from shardopt.models import decoder, gpt, moe, sample

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.host import host_params
 from support.layouts import SHAPE
-from support.problems import host_params
 from support.reference import relative_difference, train
 
 import shardopt as so

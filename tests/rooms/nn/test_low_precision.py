@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from support.problems import host_params
+from support.host import host_params
 from support.reference import relative_difference, train
 from support.tiers import tiered
 

@@ -29,7 +29,7 @@ def tiered_by_name(*names):
 
 def mixed(size):
     draw = np.random.default_rng(0)
-    normal = lambda *shape: jnp.asarray(draw.normal(size=(size, *shape)))  # noqa: E731
+    normal = lambda *shape: np.asarray(draw.normal(size=(size, *shape)))  # noqa: E731
     return {
         "f64": normal(7, 13),
         "f32": normal(5).astype(jnp.float32),

@@ -27,7 +27,7 @@ def draw(shapes, size):
     normal = np.random.default_rng(len(shapes) + size).normal
     params = {f"leaf{i}": normal(size=shape) for i, shape in enumerate(shapes)}
     grads = {f"leaf{i}": 10.0 ** (i - 1) * normal(size=(size, STEPS, *shape)) for i, shape in enumerate(shapes)}
-    return jax.tree.map(jnp.asarray, params), jax.tree.map(jnp.asarray, grads)
+    return jax.tree.map(np.asarray, params), jax.tree.map(np.asarray, grads)
 
 
 def at(grads, t):
@@ -122,7 +122,7 @@ def test_late_means(shapes, size, data, x64, on_devices):
     staleness = data.draw(st.integers(0, 3))
     params, grads = draw(shapes, size)
     tx = optax.chain(T.average_gradients("data"), T.delay_gradients(staleness), optax.sgd(0.1))
-    zero = jax.tree.map(jnp.zeros_like, params)
+    zero = jax.tree.map(np.zeros_like, params)
     late = [at(grads, t - staleness) if t >= staleness else zero for t in range(STEPS)]
     everywhere(run(on_devices, tx, params, grads, size), alone(optax.sgd(0.1), params, late), size)
 
