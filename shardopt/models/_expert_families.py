@@ -96,7 +96,7 @@ def _latent(fields: Fields) -> dict[str, Any]:
     latent = Latent(*map(fields.size, names))
     fields.require("qk_head_dim", None, latent.nope + latent.rope)
     rope = fields.rope(latent.rope, interleaved=fields["rope_interleave"])
-    scaling = (fields["rope_scaling"] or {}) or (fields["rope_parameters"] or {})
+    scaling = fields.record("rope_scaling") or fields.record("rope_parameters")
     scale = yarn_scale(rope.factor, scaling.get("mscale_all_dim") or 0) if rope.kind == "yarn" else 1.0
     return {
         "num_kv_heads": None,
@@ -116,7 +116,6 @@ def _deepseek_v3(fields: Fields) -> dict[str, Any]:
 
 
 def _youtu(fields: Fields) -> dict[str, Any]:
-    fields.skip("embedding_initializer_range")
     return base.sizes(fields) | _latent(fields)
 
 
@@ -145,8 +144,10 @@ def _minimax_m2(fields: Fields) -> dict[str, Any]:
     fields.require("shared_intermediate_size", None, 0)
     fields.require("attn_type_list", None, [1] * fields.size("num_hidden_layers"))
     fields.skip("use_mtp", "num_mtp_modules", "mtp_transformer_layers")
-    share = fields["rotary_dim"] and fields["rotary_dim"] / base.head_dim(fields)
-    rope = base.rope(fields, **({"partial_rotary_factor": share} if share else {}))
+    share = fields["partial_rotary_factor"]
+    if share is None and fields["rotary_dim"] is not None:
+        share = fields.size("rotary_dim") / base.head_dim(fields)
+    rope = base.rope(fields, partial_rotary_factor=share)
     experts = _experts(fields, "intermediate_size", normalize=True, score="sigmoid", choice_bias=True)
     return base.sizes(fields) | experts | {"qk_norm": "all", "kinds": (BlockKind(rope=rope),)}
 
@@ -383,7 +384,7 @@ FAMILIES: dict[str, Family] = {
             "head_dim": 128,
             "max_position_embeddings": 196608,
             "rope_theta": 5e6,
-            "partial_rotary_factor": 1.0,
+            "partial_rotary_factor": None,
             "num_local_experts": 256,
             "num_experts_per_tok": 8,
         },

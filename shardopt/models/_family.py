@@ -99,18 +99,18 @@ def sizes(fields: Fields, hidden: int | None = None) -> dict[str, Any]:
         "dim": fields.size("hidden_size"),
         "num_layers": fields.size("num_hidden_layers"),
         "num_heads": fields.size("num_attention_heads"),
-        "num_kv_heads": fields["num_key_value_heads"],
-        "head_dim": fields["head_dim"],
+        "num_kv_heads": fields.optional_size("num_key_value_heads"),
+        "head_dim": fields.optional_size("head_dim"),
         "hidden": hidden or fields.size("intermediate_size"),
         "max_length": fields.size("max_position_embeddings"),
-        "norm_epsilon": fields["rms_norm_eps"],
+        "norm_epsilon": fields.number("rms_norm_eps"),
         "tied": bool(fields["tie_word_embeddings"]),
         "activation": fields.choice("hidden_act", ACTIVATIONS),
     }
 
 
 def head_dim(fields: Fields) -> int:
-    return fields["head_dim"] or fields.size("hidden_size") // fields.size("num_attention_heads")
+    return fields.optional_size("head_dim") or fields.size("hidden_size") // fields.size("num_attention_heads")
 
 
 def biases(fields: Fields, name: str = "attention_bias") -> dict[str, Any]:

@@ -10,7 +10,7 @@ from shardopt.models._rope import Rope
 
 
 def _layer_norms(fields: Fields, epsilon: str = "layer_norm_eps", norm: str = "layer") -> dict[str, Any]:
-    return {"norm": norm, "norm_epsilon": fields[epsilon]}
+    return {"norm": norm, "norm_epsilon": fields.number(epsilon)}
 
 
 def _gpt(

@@ -80,7 +80,7 @@ def _hyperclovax(fields: Fields) -> dict[str, Any]:
 
 
 def _hunyuan(fields: Fields) -> dict[str, Any]:
-    scaling, width = fields["rope_scaling"] or fields["rope_parameters"] or {}, base.head_dim(fields)
+    scaling, width = fields.record("rope_scaling") or fields.record("rope_parameters"), base.head_dim(fields)
     kind, alpha = scaling.get("rope_type", scaling.get("type")), scaling.get("alpha")
     if kind == "dynamic" and alpha:  # alpha alone counts, in rows of any length
         theta = scaling.get("rope_theta") or fields["rope_theta"]

@@ -44,6 +44,15 @@ def padded(width: int) -> int:
     return -(-width // LANES) * LANES
 
 
-def vmem() -> int:
-    """Return how many bytes of VMEM a kernel may use: a core has 64 MiB or more, and 16 MiB up to TPU v4."""
-    return 16 * 2**20 if device_kind_or_default() in ("TPU v2", "TPU v3", "TPU v4") else 48 * 2**20
+def divisors(heads: int) -> list[int]:
+    """Return how many heads of queries may share a step of a kernel, if so many heads share keys.
+
+    A step with several heads has longer products, and its masks and bookkeeping are shared.
+    """
+    return [count for count in range(1, 5) if heads % count == 0]
+
+
+def vmem(kind: str | None = None) -> int:
+    """Return the bytes of VMEM that a kernel may use: a core has 16 MiB up to TPU v4, 128 on v6e, and 64 or more on others."""
+    mebibytes = {"TPU v2": 16, "TPU v3": 16, "TPU v4": 16, "TPU v6 lite": 96}.get(kind or device_kind_or_default(), 48)
+    return mebibytes * 2**20

@@ -21,19 +21,27 @@ from jaxtyping import Array, Float, Int
 
 from shardopt.mesh import device_kind_or_default
 from shardopt.nn._flash import TILE, Rule, capped
-from shardopt.nn._kernel_tiles import LANES, hide, padded, product, vmem
-
-_HEADS = 4
-"""The most heads of queries in a step."""
+from shardopt.nn._kernel_tiles import LANES, divisors, hide, padded, product, vmem
 
 
-def fits(length: int, key_width: int, value_width: int, dtype: DTypeLike) -> bool:
-    """Return whether the keys and values of a row, twice, fit into two thirds of VMEM; tiles need the last third.
+def heads_of_step(query: tuple[int, ...], key: tuple[int, ...], value_width: int, dtype: DTypeLike, memory: int) -> int:
+    """Return how many heads of queries share a step; 0 if not even the keys and values of a row fit into VMEM.
 
-    With heads of 128 in half precision, 32,768 positions fit, and 10,922 on v4.
+    Two cores need two steps. With heads of 128 in half precision, 32,768 positions fit on v5p, and 8,192 on v4.
+
+    Args:
+      query: the shape of queries, [B, H, T, K].
+      key: the shape of keys, [B, G, T, K].
+      value_width: V.
+      dtype: of all of them.
+      memory: bytes of VMEM.
     """
-    row_bytes = length * (padded(key_width) + padded(value_width)) * np.dtype(dtype).itemsize
-    return 2 * row_bytes <= 2 * vmem() // 3
+    B, H, T, K = query
+    block, width, itemsize = math.gcd(T, TILE), padded(K) + padded(value_width), np.dtype(dtype).itemsize
+    row = 2 * T * width * itemsize
+    head = 8 * block**2 + block * (2 * width * itemsize + 4 * padded(value_width))
+    counts = [count for count in divisors(H // key[1]) if row + count * head <= 5 * memory // 6]
+    return max((count for count in counts if count == 1 or count < B * H), default=0)
 
 
 def attend(
@@ -46,15 +54,14 @@ def attend(
 ) -> tuple[Float[Array, "B H T V"], Float[Array, "B H T"]]:
     """Return the mixed values for scores query key^T, and the logarithm of the sum of their exponentials.
 
-    T is a multiple of 128, and `fits`. A query that sees no key has a logarithm near `HIDDEN`, and some mean of values.
+    T is a multiple of 128, and a step has a head. A query that sees no key has a logarithm near `HIDDEN`, and some mean of values.
     """
     from jax.experimental import pallas as pl  # imported late, since the import takes long
     from jax.experimental.pallas import tpu as pltpu
 
     (B, H, T, K), (G, V) = query.shape, value.shape[1::2]
     block, R = math.gcd(T, TILE), H // G
-    # heads of a step divide the heads of a group. Two cores need two steps.
-    heads = max(count for count in range(1, _HEADS + 1) if R % count == 0 and (count == 1 or count < B * H))
+    heads = heads_of_step(query.shape, key.shape, V, value.dtype, vmem())
     query_spec = lambda width: pl.BlockSpec((None, heads, block, width), lambda b, h, i: (b, h, i, 0))  # noqa: E731
     key_spec = lambda width: pl.BlockSpec((None, None, T, width), lambda b, h, _: (b, h * heads // R, 0, 0))  # noqa: E731
     inputs, in_specs = [query, key, value], [query_spec(K), key_spec(K), key_spec(V)]

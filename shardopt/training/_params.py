@@ -6,13 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from shardopt.config._user_mesh import on_auto_axes
+from shardopt.config._user_mesh import on_auto_axes, on_auto_mesh
 from shardopt.core._errors import format_error, plural
 from shardopt.core._types import PyTree, TrainState, is_array_like, leaves_with_paths
 from shardopt.local_updates._state import PerReplica, Replicas
-from shardopt.mesh import on_mesh
 from shardopt.step._inputs import copied
 
 _CALLER = "with_params"
@@ -196,6 +195,4 @@ def _copy_program(shape: tuple[int, ...], dtype: Any, impl: str | None, sharding
         leaf = value.astype(dtype) if impl is None else jax.random.wrap_key_data(value, impl=impl)
         return copied(jnp.broadcast_to(leaf, shape))
 
-    auto_sharding = on_auto_axes(sharding)
-    mesh = auto_sharding.mesh if isinstance(auto_sharding, NamedSharding) else None
-    return jax.jit(on_mesh(mesh, run) if isinstance(mesh, Mesh) else run, out_shardings=sharding)
+    return jax.jit(on_auto_mesh(sharding, run), out_shardings=sharding)

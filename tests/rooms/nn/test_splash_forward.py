@@ -106,10 +106,11 @@ def test_a_query_that_sees_no_key_has_no_weight():
 def test_rows_whose_keys_do_not_fit_into_memory_are_mixed_by_the_kernel_of_jax(monkeypatch):
     case = Case(heads=(2, 1), width=128, values=128)
     query, key, value, _, mask = operands(case)
-    monkeypatch.setattr(splash_forward, "vmem", lambda: 3 * 256 * 256 * 4)
-    assert splash_forward.fits(256, 128, 128, jnp.float32)
-    assert not splash_forward.fits(257, 128, 128, jnp.float32)
-    monkeypatch.setattr(splash_forward, "vmem", lambda: 3 * 256 * 256 * 4 - 1)
+    keys, head = 2 * 256 * 256 * 4, 8 * 256**2 + 256 * (2 * 256 * 4 + 4 * 128)  # bytes: of a row, and of a head's block
+    limits = [(keys + count * head) * 6 // 5 for count in (1, 2)]
+    heads_of = lambda memory: splash_forward.heads_of_step(query.shape, key.shape, 128, jnp.float32, memory)  # noqa: E731
+    assert [heads_of(limit + more) for limit in limits for more in (-2, 2)] == [0, 1, 1, 2]
+    monkeypatch.setattr(splash, "vmem", lambda: 2**20)
     monkeypatch.setattr(splash, "attend", None)
     results = splash._run_kernel(query, key, value, None, None, Rule(True, None))
     for values, expected in zip(results, plain(query, key, value, mask, None), strict=True):
