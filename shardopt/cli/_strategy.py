@@ -1,7 +1,6 @@
 """Devices, mesh and strategy from the options of `shardopt train`; options that cannot be combined are refused."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from shardopt.core._errors import calling, error_text, format_error, plural
 from shardopt.mesh import data_axes
 from shardopt.pipeline import Schedule
 from shardopt.pipeline._kinds import KINDS
+from shardopt.planning._layout import named_builder
 
 Devices = Sequence[jax.Device]
 _AXES = ("replica", "data", "tensor", "pipeline", "context", "expert")
@@ -107,9 +107,8 @@ def check_layout(options: RunOptions, counts: Mapping[str, int | None]) -> None:
         problem = (
             f"{plural(len(hybrid_flags), 'option')} for --strategy hybrid; {device_options.strategy} was asked for."
         )
-        raise ValueError(
-            format_error("train", problem, hybrid_flags, "leave out what is listed, or choose --strategy hybrid.")
-        )
+        fix = "leave out what is listed, or choose --strategy hybrid."
+        raise ValueError(format_error("train", problem, hybrid_flags, fix))
     _check_gather_dtype(options)
     if not options.pipeline.regather and options.placement not in _GATHERING_PLACEMENTS:
         problem = f"--no-regather is for placements that gather weights; --placement {options.placement} does not."
@@ -140,10 +139,7 @@ def check_chunks(flag: str, schedule: str, chunks: int | None) -> None:
 
 def schedule_builder(name: str, chunks: int | None, *, send_ahead: bool = False) -> Callable[[int, int], Schedule]:
     """Return the function of `so.schedules` from stages and micro-batches to a schedule, with this many chunks."""
-    builder = getattr(so.schedules, name)
-    builder = (
-        functools.partial(builder, num_chunks=chunks or KINDS[name].chunks) if KINDS[name].takes_chunks else builder
-    )
+    builder = named_builder(name, chunks)
     return so.schedules.send_ahead(builder) if send_ahead else builder
 
 

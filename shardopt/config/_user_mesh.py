@@ -5,7 +5,7 @@ outputs of the compiled programs (state, batch, metrics) live on the user's mesh
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from shardopt.config._axes import TABLE
 from shardopt.core._errors import error_text
 from shardopt.core._types import PyTree, Rules
-from shardopt.mesh import AXES
+from shardopt.mesh import AXES, on_mesh
 
 
 class Axes(NamedTuple):
@@ -117,6 +117,13 @@ def on_auto_axes(sharding: Any) -> Any:
         return sharding
     assert isinstance(sharding.mesh, Mesh)
     return NamedSharding(UserMesh(sharding.mesh, {}).auto, sharding.spec)
+
+
+def on_auto_mesh(sharding: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function traced within the mesh of a sharding, with Auto axes; the function itself without a mesh."""
+    auto_sharding = on_auto_axes(sharding)
+    mesh = auto_sharding.mesh if isinstance(auto_sharding, NamedSharding) else None
+    return on_mesh(mesh, run) if isinstance(mesh, Mesh) else run
 
 
 def read_mesh(mesh: Mesh, names: Axes | None, *, pipelined: bool) -> tuple[Mesh, UserMesh]:

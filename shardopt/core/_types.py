@@ -216,6 +216,11 @@ def wide_dtype(dtype: DTypeLike) -> np.dtype:
     return jnp.dtype(jnp.float32)
 
 
+def wide_zeros(tree: PyTree) -> PyTree:
+    """Return zeros with the shapes of a tree, which may be abstract, in dtypes wide enough for sums."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, wide_dtype(leaf.dtype)), tree)
+
+
 def merge_replicas(stacked: jax.Array, axis: int = 0) -> jax.Array:
     """Return one value for the values of several replicas, for when the number of replicas changes.
 

@@ -1,7 +1,7 @@
 """The tasks of an update as units of work on owners: the arrays that each unit exchanges, its cost, and its owner."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax.extend.core as jex
@@ -18,7 +18,7 @@ from shardopt.partition._balance import share_out
 from shardopt.partition._owners import TENSOR
 from shardopt.trace._jaxprs import called_jaxprs, cost_of
 from shardopt.trace._matrix_work import MIN_ELEMENTS, Groups
-from shardopt.trace._parts import Trace, product_flops, shape_of
+from shardopt.trace._parts import Trace, jaxpr_of_part, product_flops, shape_of
 
 CutLeaves = frozenset[int]
 """The trained leaves, by index, that have a single block in a trace; an empty set is the trace of the whole update."""
@@ -273,7 +273,7 @@ def _make_owned_task(
     reads = [*task.inputs, *task.small_inputs]
     unit_var = lambda var: var if matches is None else matches[var]  # noqa: E731
     input_vars, output_vars = [unit_var(var) for var in reads], [unit_var(var) for var in task.outputs]
-    part = closed_part(unit_trace, task.equations, input_vars, output_vars)
+    part = jaxpr_of_part(unit_trace, task.equations, input_vars, output_vars).replace(constvars=[])
     inputs = tuple(transfer_of(var, large=is_large(var)) for var in reads)
     outputs = tuple(transfer_of(var, large=is_large(var)) for var in task.outputs)
     return OwnedTask(
@@ -287,19 +287,6 @@ def _make_owned_task(
         blocks=blocks // num_parts,
         cost=float(sum(_flops(eqn) for eqn in part.eqns)),
         paths=tuple(plan.path for plan in plans),
-    )
-
-
-def closed_part(
-    trace: Trace, equations: Iterable[int], inputs: Sequence[jex.Var], outputs: Sequence[jex.Var]
-) -> jex.Jaxpr:
-    """Return these equations as a jaxpr without constants."""
-    return trace.jaxpr.replace(
-        constvars=[],
-        invars=list(inputs),
-        outvars=list(outputs),
-        eqns=[trace.jaxpr.eqns[i] for i in sorted(equations)],
-        debug_info=trace.jaxpr.debug_info.with_unknown_names(),
     )
 
 

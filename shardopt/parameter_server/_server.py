@@ -143,9 +143,8 @@ class Server:
             raise ValueError(format_error(CALLER, problem, fix="push first, or let it leave and join again."))
         if not clocks.may_start(state.clock, worker):
             problem = f"worker {worker} cannot start step {step}: the slowest is at {state.clock.slowest}"
-            raise ValueError(
-                format_error(CALLER, f"{problem}, and max_staleness={self.max_staleness}.", fix="ask may_pull first.")
-            )
+            fix = "ask may_pull first."
+            raise ValueError(format_error(CALLER, f"{problem}, and max_staleness={self.max_staleness}.", fix=fix))
         is_needed = self.rule.uses_pulled and self.max_staleness != 0 and self.mathematics is not None
         pulled = Pulled(state.version, staleness, state.params if is_needed else None)
         event = Event("pull", worker, step, state.version, state.version, staleness)
@@ -162,9 +161,8 @@ class Server:
             problem = (
                 f"worker {worker} pushes for version {pulled_version} at its step {step}, but has pulled {pulled_text}."
             )
-            raise ValueError(
-                format_error(CALLER, problem, fix="push once for each pull, with the version of its event.")
-            )
+            fix = "push once for each pull, with the version of its event."
+            raise ValueError(format_error(CALLER, problem, fix=fix))
         refused = self._is_refused(state, worker, step, update)
         state = state._replace(working=state.working.drop(worker), clock=clocks.tick(state.clock, worker))
         if not refused and self.max_staleness == 0:
@@ -328,9 +326,8 @@ def make_server(
     rule = plain() if rule is None else rule
     if not isinstance(rule, Rule):
         problem = f"rule must be a Rule or None, got {type(rule).__name__}."
-        raise TypeError(
-            format_error(CALLER, problem, fix="call one of parameter_server.rules, such as rules.dc_asgd().")
-        )
+        fix = "call one of parameter_server.rules, such as rules.dc_asgd()."
+        raise TypeError(format_error(CALLER, problem, fix=fix))
     try:
         json.dumps(dict(rule.config))
     except TypeError:

@@ -97,13 +97,20 @@ def part_of(
     trace: Trace, equations: set[int], inputs: Sequence[jex.Var], outputs: Sequence[Atom]
 ) -> Callable[..., Arrays]:
     """Return a function that evaluates these equations, from `inputs` to `outputs`."""
-    part_jaxpr = trace.jaxpr.replace(
+    jaxpr = jaxpr_of_part(trace, equations, inputs, outputs)
+    return lambda *args: jax.core.eval_jaxpr(jaxpr, trace.consts, *args)
+
+
+def jaxpr_of_part(
+    trace: Trace, equations: Iterable[int], inputs: Sequence[jex.Var], outputs: Sequence[Atom]
+) -> jex.Jaxpr:
+    """Return these equations as a jaxpr with the constants of the trace."""
+    return trace.jaxpr.replace(
         invars=list(inputs),
         outvars=list(outputs),
         eqns=[trace.jaxpr.eqns[i] for i in sorted(equations)],
         debug_info=trace.jaxpr.debug_info.with_unknown_names(),
     )
-    return lambda *args: jax.core.eval_jaxpr(part_jaxpr, trace.consts, *args)
 
 
 def min_cut(edges: dict[tuple[int, int], int], size: int, source: int, sink: int) -> list[tuple[int, int]]:
