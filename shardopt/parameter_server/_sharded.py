@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from shardopt.core._errors import calling, error_text, format_error
-from shardopt.core._types import PyTree, Weighted, abstract, wide_dtype
+from shardopt.core._types import Devices, PyTree, Weighted, abstract, wide_dtype
 from shardopt.parameter_server._apply import (
     Programs,
     Pushes,
@@ -28,7 +28,6 @@ from shardopt.step._inputs import copied
 from shardopt.transforms._shard_checks import check_elementwise
 
 CALLER = "parameter_server"
-Devices = Sequence[jax.Device]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("trees", "rest"), meta_fields=("shapes",))

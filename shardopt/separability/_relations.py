@@ -198,19 +198,11 @@ REASONS = {
 
 
 def _equal(a: np.ndarray, b: np.ndarray) -> bool:
-    return (
-        bool(np.array_equal(*np.broadcast_arrays(a, b), equal_nan=a.dtype.kind in "fc"))
-        if _broadcastable(a, b)
-        else False
-    )
-
-
-def _broadcastable(a: np.ndarray, b: np.ndarray) -> bool:
     try:
-        np.broadcast_shapes(a.shape, b.shape)
-    except ValueError:
+        both = np.broadcast_arrays(a, b)
+    except ValueError:  # their shapes do not fit
         return False
-    return True
+    return bool(np.array_equal(*both, equal_nan=a.dtype.kind in "fc"))
 
 
 def is_exactly_same(relation: Relation) -> bool:

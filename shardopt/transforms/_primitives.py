@@ -43,10 +43,8 @@ class Label(NamedTuple):
 
     def join(self, other: "Label") -> "Label":
         """Return the label of a value that is one of two values, if both traces choose the same one."""
-        pad_value, nonnegative = (
-            self.pad_value if self.pad_value == other.pad_value else None,
-            self.nonnegative and other.nonnegative,
-        )
+        pad_value = self.pad_value if self.pad_value == other.pad_value else None
+        nonnegative = self.nonnegative and other.nonnegative
         if MIXED in (self.kind, other.kind):
             return Label(MIXED, self.primitives | other.primitives)
         if self.kind == other.kind == SAME or (self.kind == other.kind and self.kind in (SUM, MAX)):
@@ -242,11 +240,9 @@ def _squeeze(whole_eqn: JaxprEqn, part_eqn: JaxprEqn, labels: list[Label], split
         return None
     if label.leading_dims is None or (label.leading_dims == 0 and not (split.by_rows and 0 in dims)):
         return label
-    return (
-        label._replace(leading_dims=label.leading_dims - len(dims))
-        if all(dim < label.leading_dims for dim in dims)
-        else None
-    )
+    if not all(dim < label.leading_dims for dim in dims):
+        return None
+    return label._replace(leading_dims=label.leading_dims - len(dims))
 
 
 def _reduce(whole_eqn: JaxprEqn, part_eqn: JaxprEqn, labels: list[Label], split: LeafSplit) -> Label | None:
@@ -320,12 +316,10 @@ def _write_slot(whole_eqn: JaxprEqn, part_eqn: JaxprEqn, labels: list[Label], sp
         and new_elements.kind == ELEMENT
         and new_elements.leading_dims in (0, None)
     )
+    if not (in_place and fits and slot.kind == SAME):
+        return None
     pad_value = ring.pad_value if ring.pad_value == new_elements.pad_value else None
-    return (
-        Label(ELEMENT, pad_value=pad_value, leading_dims=num_leading)
-        if in_place and fits and slot.kind == SAME
-        else None
-    )
+    return Label(ELEMENT, pad_value=pad_value, leading_dims=num_leading)
 
 
 _MOVES: dict[str, Callable[[JaxprEqn, JaxprEqn, list[Label], LeafSplit], Label | None]] = {
