@@ -125,7 +125,7 @@ def programs(platform: str = "cpu", only: str = "", store: Path | None = None) -
     for row in corpus_rows():
         if only not in row.name or (platform != "cpu" and not row.name.startswith(ON_CHIPS)):
             continue
-        stored = [] if store is None else sorted((store / platform).glob(f"{_file_name(row.name)}*.json"))
+        stored = [] if store is None else sorted((store / platform).glob(f"{_file_name(row.name)}__*.json"))
         if stored:
             yield from (Program(**json.loads(path.read_text())) for path in stored)
             continue

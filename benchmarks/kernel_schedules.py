@@ -75,33 +75,41 @@ class Region(NamedTuple):
         return self.end - self.start - sum(part.end - part.start for part in self.parts)
 
 
-_LINE = re.compile(r"^ *(0x[0-9a-f]+|0) *([A-Z]{2})?[ :>]*\{")
-_BRANCH = re.compile(r"sbr\.rel \((!?)")
+_LINE = re.compile(r"^ *(0x[0-9a-f]+|0) *([A-Z]{2})?([ :>]*)\{(\})?")
+_BRANCH = "sbr.rel ("
+_DELAY = 5
+"""A branch is taken so many bundles later."""
 
 
 def loop_of(text: str) -> Region:
     """Return the loop over grid steps of a schedule, from the text of its final bundles.
 
-    Forward branches end at the next open fallthrough (`PF`). The branch at the end of the loop goes back.
+    Forward branches end at the next open fallthrough (`PF`). The branch at the end of a loop goes back. An inner loop
+    stands in a branch that skips it if it has no steps.
     """
-    start, opened, closed = -1, [], [[]]
-    for line in text.splitlines():
-        if not (match := _LINE.match(line)):
-            continue
+    lines = [(match, line) for line in text.splitlines() if (match := _LINE.match(line))]
+    depths = {int(match[1], 16): match[3].count(">") for match, _ in lines if not match[4]}  # an empty bundle shows none
+    starts, opened, closed = [], [], [[]]
+    for match, line in lines:
         at, label = int(match[1], 16), match[2]
-        if label == "LB" and start < 0:
-            start = at
+        if label == "LB":
+            starts.append(at)
         if label == "PF" and opened:
             begin = opened.pop()
             parts = closed.pop()
             closed[-1].append(Region(begin, at, tuple(parts)))
-        if start >= 0 and (branch := _BRANCH.search(line)):
-            if branch[1]:
-                if opened:
-                    raise ValueError(f"the loop ends at bundle {at} inside a branch")
-                return Region(start, at + 1, tuple(closed[0]))
+        if not starts or _BRANCH not in line:
+            continue
+        depth = next((depths[later] for later in range(at + _DELAY, max(depths) + 1) if later in depths), 0)
+        if depth == len(starts):
             opened.append(at + 1)
             closed.append([])
+        elif len(starts) > 1:
+            starts.pop()
+        elif opened:
+            raise ValueError(f"the loop ends at bundle {at} inside a branch")
+        else:
+            return Region(starts[0], at + 1, tuple(closed[0]))
     raise ValueError("this schedule has no loop over grid steps")
 
 

@@ -10,11 +10,13 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.stages import Compiled, Lowered
 
 from shardopt.core._errors import format_error
-from shardopt.hlo._hlo_text import Instruction, Module, attributes, entry_parameters, header_count, parse
+from shardopt.hlo._hlo_text import Instruction, Module, entry_parameters, header_count, parse
 from shardopt.hlo.proof._compare import Comparison, Difference, Reference, compare
 from shardopt.hlo.proof._computations import Result, Walk
+from shardopt.hlo.proof._interpret_shards import written_shardings
 from shardopt.hlo.proof._lines import array_shape, leaves, read_lines
 from shardopt.hlo.proof._locate import is_collective
+from shardopt.hlo.proof._opened import opened
 from shardopt.hlo.proof._proof import Proof, Unknown
 from shardopt.hlo.proof._report import describe
 from shardopt.hlo.proof._shardings import sharded
@@ -110,17 +112,18 @@ def prove(
     named = next((s.mesh for s in [*(inputs or ()), *(outputs or ())] if isinstance(s, NamedSharding)), None)
     mesh = named if mesh is None and isinstance(named, Mesh) else mesh
     sizes = dict(mesh.shape if isinstance(mesh, Mesh) else mesh or {})
-    module = parse(text)
+    written = parse(text)
+    module = opened(written)
     parameters = entry_parameters(module)
     if inputs is None or (len(inputs) != len(parameters) and not isinstance(program, str)):
-        inputs = [_written_sharding(line, _devices(module)) for line in parameters]
+        inputs = written_shardings(parameters, _devices(module))
     derivation = _derive(module, inputs, outputs)
     comparison = Comparison(None, "the program that XLA was given is unknown.")
     if lowered is not None:
         assert outputs is not None
         reference = lowered if isinstance(lowered, Reference) else Reference(lowered)
         comparison = compare(module, reference, inputs, outputs, sizes)
-    faults, instructions = derivation.faults, derivation.instructions
+    faults, instructions = derivation.faults, [line for lines in written.computations.values() for line in lines]
     compared = not comparison.refusal
     if compared and comparison.difference is None:  # a rule that objects does not cover this program
         faults = {fault._replace(wrong=False) for fault in faults}
@@ -129,7 +132,7 @@ def prove(
         fault.order: Unknown(instructions[fault.order].name, instructions[fault.order].opcode, fault.reason)
         for fault in sorted((fault for fault in faults if not fault.wrong), key=lambda fault: fault.order)
     }
-    problem = None if wrong is None else describe(wrong, module, instructions, text, sizes)
+    problem = None if wrong is None else describe(wrong, written, instructions, text, sizes)
     verdict = ("agrees" if compared else "unknown") if unknown else "proved" if compared else "derived"
     return Proof(
         "wrong" if problem else verdict,
@@ -214,15 +217,6 @@ def _devices(module: Module) -> int:
 def _fault_of_difference(difference: Difference, derivation: _Derivation) -> Fault:
     places = (i for i, line in enumerate(derivation.instructions) if line is difference.instruction)
     return Fault(True, next(places, derivation.root), difference.reason, difference.groups)
-
-
-def _written_sharding(line: Instruction, devices: int) -> str:
-    if "sharding" in (values := attributes(line)):
-        return values["sharding"]
-    if devices == 1:
-        return "{replicated}"
-    problem = "the text does not contain the shardings of all parameters."
-    raise ValueError(format_error("prove", problem, fix="pass inputs=, one sharding per parameter."))
 
 
 def _flat(result: Result) -> list[Value]:

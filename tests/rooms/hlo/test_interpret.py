@@ -87,6 +87,26 @@ def test_equals_xla_on_four_devices_and_one_result_is_wrong_by_another_group():
     assert max(compare(order, inputs, expected, outputs, input_shardings=shardings)) > 0.1
 
 
+def test_a_text_without_shardings_is_refused_by_both_witnesses():
+    text = SUM.replace(", sharding={devices=[2]<=[2]}", "")
+    message = r"^prove: the text does not contain the shardings of all parameters\.\nFix: pass inputs="
+    with pytest.raises(ValueError, match=message):
+        compare(text, [np.ones(4, np.float32)], [np.ones(2)], ["{replicated}"])
+    with pytest.raises(ValueError, match=message):
+        prove(text, outputs=["{replicated}"])
+
+
+def test_all_turns_of_a_loop_count():
+    loop = jax.jit(lambda x: lax.fori_loop(0, 50, lambda _, y: y + x, x))
+    text = loop.lower(jnp.ones(1000)).compile().as_text()
+    module, inputs = parse(text), [np.ones((1, 1000), np.float32)]
+    interpreter = Interpreter(module)
+    assert interpreter.run(inputs)[0].sum() == 51_000
+    assert 50_000 < interpreter.computed < 60_000
+    with pytest.raises(CannotInterpretError, match=r"until then 4\d,\d+ numbers are computed, too many\.$"):
+        Interpreter(module, limit=interpreter.computed - 10_000).run(inputs)
+
+
 def test_a_sum_and_its_copies():
     shards = np.array([[1, 2], [3, 4]], np.float32)
     (total,) = interpret(SUM, [shards])

@@ -17,7 +17,7 @@ DIM, HIDDEN, ROWS = 32, 512, 16
 
 def params_of(num_blocks, *, hidden=HIDDEN):
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(0.1 * rng.normal(size=shape), jnp.float32)  # noqa: E731
+    draw = lambda *shape: np.asarray(0.1 * rng.normal(size=shape), np.float32)  # noqa: E731
     return {
         "blocks": {"up": draw(num_blocks, DIM, hidden), "down": draw(num_blocks, hidden, DIM)},
         "out": draw(DIM, 4),

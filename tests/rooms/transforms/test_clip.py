@@ -21,7 +21,7 @@ SPLIT = {"rows": P("data"), "whole": P(), "deep": [P(None, "data"), P()]}
 
 def split_and_whole():
     draw = np.random.default_rng(0)
-    normal = lambda *shape: jnp.asarray(draw.normal(size=shape))  # noqa: E731
+    normal = lambda *shape: np.asarray(draw.normal(size=shape))  # noqa: E731
     return {"rows": normal(8, 3), "whole": normal(5), "deep": [normal(2, 4), normal()]}
 
 

@@ -20,12 +20,12 @@ MATRIX = {"w": (4, 3), "b": (5,), "s": ()}
 def gradients(steps=STEPS, size=N, dtype=np.float64):
     """Local gradients [size, steps, ...]."""
     draw = np.random.default_rng(0)
-    return {name: jnp.asarray(draw.normal(size=(size, steps, *shape)), dtype) for name, shape in MATRIX.items()}
+    return {name: np.asarray(draw.normal(size=(size, steps, *shape)), dtype) for name, shape in MATRIX.items()}
 
 
 def parameters(dtype=np.float64):
     draw = np.random.default_rng(1)
-    return {name: jnp.asarray(draw.normal(size=shape), dtype) for name, shape in MATRIX.items()}
+    return {name: np.asarray(draw.normal(size=shape), dtype) for name, shape in MATRIX.items()}
 
 
 def close(found, expected, rtol=1e-10):
@@ -34,11 +34,11 @@ def close(found, expected, rtol=1e-10):
 
 def on_the_mean(tx):
     """What one device does with the mean gradients."""
-    return trajectory(tx, parameters())(jax.tree.map(lambda g: g.mean(0), gradients()))
+    return jax.jit(trajectory(tx, parameters()))(jax.tree.map(lambda g: g.mean(0), gradients()))
 
 
 def every_second(tx):
-    """Run eagerly; optax.MultiSteps takes its means in fp32."""
+    """optax.MultiSteps takes its means in fp32."""
 
     def update(g, state, params):
         count, kept, inner = state
