@@ -21,13 +21,7 @@ from shardopt.parameter_server._islands import Island, Islands, Streaming, check
 from shardopt.parameter_server._optimizer import AsyncOptimizer, check_backend
 from shardopt.parameter_server._run import BatchesOf, Compute, RunSpec
 from shardopt.parameter_server._server import ServerSettings
-from shardopt.parameter_server._worker import (
-    Streams,
-    WorkerCompressors,
-    check_codec,
-    check_sgd_params,
-    codec_header,
-)
+from shardopt.parameter_server._worker import Streams, WorkerCompressors, check_codec, check_sgd_params, codec_header
 from shardopt.parameter_server.rules import Rule
 from shardopt.reducers import Compressor, Reducer
 from shardopt.step._optimizer import ShardedOptimizer

@@ -20,13 +20,7 @@ from shardopt.parameter_server._fragments import FragmentPlan
 from shardopt.parameter_server._log import Event
 from shardopt.parameter_server._mathematics import Mathematics, OneServer, copy_states
 from shardopt.parameter_server._sharded import LocalServers
-from shardopt.parameter_server._updates import (
-    NO_WEIGHT,
-    NonFiniteUpdateError,
-    Update,
-    check_params,
-    faults,
-)
+from shardopt.parameter_server._updates import NO_WEIGHT, NonFiniteUpdateError, Update, check_params, faults
 from shardopt.parameter_server.rules import Rule, plain
 from shardopt.reducers import Reducer, compressor
 

@@ -12,13 +12,7 @@ import optax
 
 from shardopt.core._errors import calling, error_text, format_error
 from shardopt.core._types import Devices, PyTree, Weighted, abstract, wide_dtype
-from shardopt.parameter_server._apply import (
-    Programs,
-    Pushes,
-    UpdateResult,
-    run_arguments,
-    update_program,
-)
+from shardopt.parameter_server._apply import Programs, Pushes, UpdateResult, run_arguments, update_program
 from shardopt.parameter_server._mathematics import ServerArrays, copy_states
 from shardopt.parameter_server._sparse import has_rows
 from shardopt.parameter_server._sums import AXIS

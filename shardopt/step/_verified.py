@@ -16,13 +16,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
-from shardopt.config._user_mesh import on_auto_axes
 from shardopt.core._checksum import checksum, joined
 from shardopt.core._errors import format_error
 from shardopt.core._types import PyTree, TrainState
 from shardopt.losses._metrics import values
 from shardopt.mesh import spec_axes
-from shardopt.step._compile import AotCompiled, make_program
+from shardopt.step._compile import AotCompiled, make_program, put_on_auto_axes
 from shardopt.step._gradients import grad_specs
 from shardopt.step._optimizer import Metrics
 from shardopt.step._step import make_step
@@ -239,7 +238,7 @@ def moved(config: StrategyConfig, tree: PyTree, shift: int) -> PyTree:
     target = _rolled_mesh(config.home.mesh, shift)
     specs = tuple(_spec(leaves[i]) for i in arrays)
     with jax.set_mesh(None):
-        sent = move_program(config.home.auto, specs, shift)(*[_on_auto_axes(leaves[i]) for i in arrays])
+        sent = move_program(config.home.auto, specs, shift)(*[put_on_auto_axes(leaves[i]) for i in arrays])
     for i, leaf in zip(arrays, sent, strict=True):
         sharding = NamedSharding(target, _spec(leaves[i]))
         shards = [shard.data for shard in leaf.addressable_shards]
@@ -264,8 +263,3 @@ def _spec(leaf: jax.Array) -> PartitionSpec:
         return leaf.sharding.spec
     problem = f"a leaf of the batch lives as {leaf.sharding}, which names no axes of the mesh."
     raise ValueError(format_error("fit", problem, fix="pass numpy arrays, or arrays with a NamedSharding."))
-
-
-def _on_auto_axes(leaf: jax.Array) -> jax.Array:
-    sharding = on_auto_axes(leaf.sharding)
-    return leaf if sharding is leaf.sharding else jax.device_put(leaf, sharding)
