@@ -77,12 +77,11 @@ class UserMesh(NamedTuple):
 
     def specs(self, specs: PyTree) -> PyTree:
         """Return a tree of specs of roles as specs of the user's axes."""
-        return jax.tree.map(self.spec, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        return jax.tree.map(self.spec, specs)
 
     def shardings(self, specs: PyTree) -> PyTree:
         """Return a tree of specs of roles as `NamedSharding` on the user's mesh."""
-        place = lambda spec: NamedSharding(self.mesh, self.spec(spec))  # noqa: E731
-        return jax.tree.map(place, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, self.spec(spec)), specs)
 
     def rules(self, rules: Rules) -> Rules:
         """Return rules that name the user's axes as rules that name roles."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
@@ -66,8 +66,7 @@ def streamed_update(
     if stream is None:
         return update(grads, to_device(config.update.offload, opt_state, shardings(config.mesh, specs)), params)
     leaves, treedef = jax.tree.flatten(opt_state)
-    leaf_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    on_device = [NamedSharding(config.mesh, spec) for spec in leaf_specs]
+    on_device = [NamedSharding(config.mesh, spec) for spec in jax.tree.leaves(specs)]
     streamed = set(stream.state)
     host_state = {
         i: jax.device_put(x, on_device[i].with_memory_kind(HOST)) for i, x in enumerate(leaves) if i in streamed

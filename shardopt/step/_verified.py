@@ -99,7 +99,7 @@ class VerifiedStep(NamedTuple):
     def columns(self) -> tuple[Column, ...]:
         """The columns of the sums."""
         config, layout = self.config, self.layout
-        state = _copies(config, _flat_specs(layout.specs))
+        state = _copies(config, jax.tree.leaves(layout.specs))
         grads = _copies(config, grad_specs(config, layout))
         axes = tuple(axis for axis, size in config.mesh.shape.items() if size > 1)
         exchanging = tuple(axis for axis in axes if axis not in ("replica", "data"))
@@ -117,7 +117,7 @@ class VerifiedStep(NamedTuple):
 
 def state_sums(verified: VerifiedStep, state: TrainState) -> np.ndarray:
     """Return the sums of a state, uint64[positions, columns], as the columns of `STATE`."""
-    config, specs = verified.config, _flat_specs(verified.layout.specs)
+    config, specs = verified.config, jax.tree.leaves(verified.layout.specs)
     if None not in verified.programs:
 
         def run(state: TrainState, _: None) -> jax.Array:
@@ -152,7 +152,7 @@ def compile_with_sums(config: StrategyConfig, layout: Layout) -> AotCompiled:
     """Return the program `(state, batch) -> (state, metrics, sums)`; sums are uint32[positions, columns, 2]."""
     config = config._replace(sums=True)
     take_step = make_step(config, layout)
-    state_specs = _flat_specs(layout.specs)
+    state_specs = jax.tree.leaves(layout.specs)
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree, jax.Array]:
         before = sums_of(config, jax.tree.leaves(state), state_specs)
@@ -225,10 +225,6 @@ def _updated_specs(config: StrategyConfig, layout: Layout) -> list[PartitionSpec
     """Return the specs of the parameters as the update leaves them."""
     placement = config.placement
     return [plan.spec(sharded=placement.opt_state if plan.trainable else placement.params) for plan in layout.plans]
-
-
-def _flat_specs(specs: PyTree) -> list[PartitionSpec]:
-    return jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def moved(config: StrategyConfig, tree: PyTree, shift: int) -> PyTree:
