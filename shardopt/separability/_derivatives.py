@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from shardopt.separability._elementwise import is_zero, resolve_numbers, unknown_results
 from shardopt.separability._proof import DifferentTracesError, Proof
 from shardopt.separability._relations import Known, Relation, Same, Shapes, Site, Split, Total, Unknown, differing_dims
-from shardopt.trace._parts import shape_of
+from shardopt.trace._parts import abstract_value
 
 SCALE = 0.7390851332151607
 """An arbitrary positive factor s between the derivative of the whole batch's loss and the derivative of a piece's loss.
@@ -43,7 +43,9 @@ def follow_jvp(proof: Proof, site: Site, relations: list[Relation], results: lis
             primals_out, tangents_out = jax.jvp(_bound(eqn), operands, all_tangents)
             return primals_out, [tangents_out[i] for i in _floating(eqn.outvars)]
 
-        return jax.make_jaxpr(run)([shape_of(var) for var in eqn.invars], [shape_of(eqn.invars[i]) for i in floating])
+        return jax.make_jaxpr(run)(
+            [abstract_value(var) for var in eqn.invars], [abstract_value(eqn.invars[i]) for i in floating]
+        )
 
     operands = resolve_numbers(site, relations)
     tangents = [Same() if is_zero(relations[i]) else operands[i] for i in floating]
@@ -86,7 +88,7 @@ def follow_vjp(proof: Proof, site: Site, relations: list[Relation], results: lis
             return all_results, pull_back(cotangents)[0]
 
         return jax.make_jaxpr(run)(
-            [shape_of(var) for var in eqn.invars], [shape_of(eqn.outvars[i]) for i in floating_results]
+            [abstract_value(var) for var in eqn.invars], [abstract_value(eqn.outvars[i]) for i in floating_results]
         )
 
     shapes = [site.operand_shapes(i) for i in differentiated], [site.result_shapes(i) for i in floating_results]

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
-from shardopt.trace._jaxprs import SUMS, axes_of
-from shardopt.trace._primitives import ELEMENTWISE, IDENTITIES
+from shardopt.trace._jaxprs import SUMS, axes_of, shape_of
+from shardopt.trace._primitives import ELEMENTWISE, IDENTITIES, words
 
 SAME, ELEMENT, SUM, MAX, MIXED = "same", "element", "sum", "max", "mixed"
 SHAPE = "shape"
@@ -71,21 +71,17 @@ class LeafSplit(NamedTuple):
     by_rows: bool = False
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
 _ELEMENTWISE = ELEMENTWISE - {"bitcast_convert_type"}
 """Elementwise primitives, except casts of bits: cast to another width, equal elements become elements that differ.
 
 `threefry2x32` on counters draws random numbers, which `check_elementwise` refuses.
 """
 OVER_AXES = SUMS | {"pmax", "pmin"}
-_REDUCTIONS = _names("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin")
+_REDUCTIONS = words("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin")
 _COPIES = IDENTITIES | {"convert_element_type"}
-_KEEPS_SUM = _COPIES | _names("add add_any sub neg reshape squeeze broadcast_in_dim concatenate stack reduce_sum")
-_KEEPS_MAX = _COPIES | _names("max reshape squeeze broadcast_in_dim concatenate stack reduce_max")
-_KEEPS_ZERO = _COPIES | _names(
+_KEEPS_SUM = _COPIES | words("add add_any sub neg reshape squeeze broadcast_in_dim concatenate stack reduce_sum")
+_KEEPS_MAX = _COPIES | words("max reshape squeeze broadcast_in_dim concatenate stack reduce_max")
+_KEEPS_ZERO = _COPIES | words(
     "abs asin atan cbrt ceil conj erf expm1 floor imag integer_pow log1p neg real reduce_precision round sign sin sinh "
     "sqrt square tan tanh"
 )
@@ -376,11 +372,6 @@ def same_params(whole_eqn: JaxprEqn, part_eqn: JaxprEqn) -> bool:
 def bodies_of(params: dict[str, object]) -> list[ClosedJaxpr]:
     """Return the jaxprs among the parameters of a primitive."""
     return [value for value in params.values() if isinstance(value, ClosedJaxpr)]
-
-
-def shape_of(atom: Var | Literal) -> tuple[int, ...]:
-    """Return the shape of an operand or a result."""
-    return tuple(getattr(atom.aval, "shape", ()))
 
 
 def _is_inexact(atom: Var | Literal) -> bool:
