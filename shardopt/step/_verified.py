@@ -207,7 +207,7 @@ def sums_of(config: StrategyConfig, leaves: Sequence[jax.Array], specs: Sequence
 
 def _start(entry: str | tuple[str, ...] | None, size: int) -> jax.Array | int:
     """Return where the shard of this device starts in a dim."""
-    axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+    axes = tuple(spec_axes((entry,)))
     return jax.lax.axis_index(axes) * size if axes else 0
 
 

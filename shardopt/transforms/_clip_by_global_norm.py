@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from shardopt.core._arguments import check_is_number
 from shardopt.core._errors import calling, format_error, plural
 from shardopt.core._types import PyTree, leaves_with_paths, wide_dtype
+from shardopt.mesh import spec_axes
 from shardopt.reducers._axis import AxisName, axis_names, axis_size, is_bound, tracks_varying, varying
 from shardopt.reducers._reducer import check_leaves, real_dtype
 
@@ -147,12 +148,7 @@ def _split_of_leaves(split: bool | PyTree, updates: PyTree) -> list[PartitionSpe
 def _axes_of(entry: Any, names: tuple[str, ...]) -> tuple[str, ...]:
     if isinstance(entry, bool):
         return names if entry else ()
-    spec_names = [
-        name
-        for dim_axes in entry
-        if dim_axes is not None
-        for name in ((dim_axes,) if isinstance(dim_axes, str) else dim_axes)
-    ]
+    spec_names = spec_axes(entry)
     missing = [name for name in spec_names if name not in names and is_bound(name)]
     if missing:
         problem = f"{entry} splits over {missing[0]!r}, which is not among axis_names={names}."
