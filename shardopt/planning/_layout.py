@@ -329,9 +329,7 @@ def place(
         layout=layout,
         elements=_elements(plans, mesh, workload, tables),
         params=device_bytes(workload.params, [plan.spec(sharded=placement.params) for plan in plans]),
-        opt_state=device_bytes(
-            opt_state, jax.tree.leaves(state_spec_tree, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
-        ),
+        opt_state=device_bytes(opt_state, jax.tree.leaves(state_spec_tree)),
         itemsize=jnp.dtype(plans[0].dtype).itemsize,
         shards=placement,
     )

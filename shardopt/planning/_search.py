@@ -20,13 +20,7 @@ from shardopt.pipeline._kinds import KINDS, ScheduleKind
 from shardopt.planning._costs import Footprint, StepTime, Transfer, by_axis, footprint, seconds, step_time, traffic
 from shardopt.planning._failures import Failures
 from shardopt.planning._hardware import HARDWARE, Hardware, find_hardware
-from shardopt.planning._layout import (
-    Layout,
-    PlacedModel,
-    abstract_opt_state,
-    place,
-    state_layout_bytes,
-)
+from shardopt.planning._layout import Layout, PlacedModel, abstract_opt_state, place, state_layout_bytes
 from shardopt.planning._models import Transformer, find_model
 from shardopt.planning._recovery import Recovery, check_islands, duration, plan_recovery
 from shardopt.planning._searched import with_search_arguments
