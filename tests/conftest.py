@@ -1,5 +1,6 @@
 """Eight fake CPU devices, strict jax, shapes checked by beartype: set before anything imports jax."""
 
+import gc
 import importlib.metadata
 import os
 import shutil
@@ -37,6 +38,10 @@ from support.tiers import has_fast
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_traceback_filtering", "off")  # a test that fails shows every frame
 
+
+# Tracing makes millions of small objects that live on. With the default thresholds, the collector walks them all again
+# and again: 5 to 7% of the time of a test.
+gc.set_threshold(50_000, 50, 100)
 
 GIGABYTE = 2**30
 FAST = "fast and not slow and not default"

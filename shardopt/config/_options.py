@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from shardopt.config._compiler_options import CompilerOptions
 from shardopt.config._user_mesh import Axes
-from shardopt.core._arguments import check_choice, check_count, is_integer
+from shardopt.core._arguments import check_choice, check_count, check_flag, is_integer
 from shardopt.core._block_model import LossFn
 from shardopt.core._errors import error_text
 from shardopt.core._types import Rules
@@ -156,8 +156,7 @@ def _compiler_options(name: str, options: CompilerOptions | None) -> CompilerOpt
 
 
 def _flag(name: str, flag: bool) -> bool:
-    if not isinstance(flag, bool):
-        raise TypeError(error_text(f"{name} must be True or False, got {flag!r}."))
+    check_flag(name, flag)
     return flag
 
 

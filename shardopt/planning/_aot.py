@@ -18,6 +18,7 @@ from shardopt.hlo._program import Memory, argument_padding, audit, inner_product
 from shardopt.hlo._report import Audit
 from shardopt.hlo.proof import Proof
 from shardopt.hlo.proof._prove import source_of
+from shardopt.hlo.proof._text import text_of
 from shardopt.mesh import make_mesh
 from shardopt.planning._compiled_time import StepSeconds, walk_schedule
 from shardopt.planning._hardware import Hardware, hardware_of
@@ -188,7 +189,7 @@ def aot(
     lowered = opt.step.lower(opt.abstract_state(abstract_params), shapes)
     compiled = _compile(lowered, topology, chip)
     seconds = time.perf_counter() - start
-    text = compiled.as_text() or ""
+    text = text_of(compiled, lowered) or ""
     schedule = opt.config.schedule
     # a chip that appears as two devices gives each half of its memory
     devices_per_chip = len(devices) // (math.prod(dims) * num_slices)
@@ -197,7 +198,7 @@ def aot(
         num_slices=num_slices,
         mesh_shape=dict(mesh.shape),
         memory=memory(compiled),
-        audit=audit(compiled, mesh=dict(mesh.shape), schedule=schedule)._replace(source=source_of(compiled, lowered)),
+        audit=audit(text, mesh=dict(mesh.shape), schedule=schedule)._replace(source=source_of(compiled, lowered, text)),
         flops=inner_product_flops(text, schedule=schedule),
         compile_seconds=seconds,
         hbm_bytes=chip.memory_bytes // devices_per_chip,

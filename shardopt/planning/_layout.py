@@ -113,6 +113,10 @@ class Layout(NamedTuple):
         """The mesh axes that a placement shards over."""
         return shard_axes(self.sizes)
 
+    def saves(self, name: str) -> bool:
+        """Return whether `remat` saves the values of this name."""
+        return isinstance(self.remat, str) and name in self.remat.removeprefix("save:").split(",")
+
     def table(self) -> Schedule | None:
         """Return the built schedule; None without a pipeline."""
         if self.schedule is None:
@@ -166,12 +170,16 @@ def _table(
     return _builder(name, chunks, searched)(num_stages, num_micro_batches)
 
 
+def named_builder(name: str, chunks: int | None = None) -> Callable[[int, int], Schedule]:
+    """Return the function of `so.schedules` with this name, for this many chunks."""
+    builder, kind = getattr(schedules, name), KINDS[name]
+    return functools.partial(builder, num_chunks=chunks or kind.chunks) if kind.takes_chunks else builder
+
+
 def _builder(name: str, chunks: int, searched: SearchArguments | None) -> Callable[[int, int], Schedule]:
-    builder = getattr(schedules, name)
+    builder = named_builder(name, chunks)
     if searched is not None:
         builder = functools.partial(builder, **searched._asdict())
-    elif KINDS[name].takes_chunks:
-        builder = functools.partial(builder, num_chunks=chunks)
     return builder if KINDS[name].in_lockstep else schedules.send_ahead(builder)
 
 
@@ -321,9 +329,7 @@ def place(
         layout=layout,
         elements=_elements(plans, mesh, workload, tables),
         params=device_bytes(workload.params, [plan.spec(sharded=placement.params) for plan in plans]),
-        opt_state=device_bytes(
-            opt_state, jax.tree.leaves(state_spec_tree, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
-        ),
+        opt_state=device_bytes(opt_state, jax.tree.leaves(state_spec_tree)),
         itemsize=jnp.dtype(plans[0].dtype).itemsize,
         shards=placement,
     )

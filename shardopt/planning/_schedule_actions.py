@@ -235,12 +235,8 @@ class Reader:
 
     def _memory_seconds(self, line: Instruction, *, sends: bool) -> float:
         """Return the seconds in which an instruction without an estimate reads and writes as much as its result."""
-        if (
-            sends
-            or line.opcode in _FREE
-            or nbytes(line.shape) <= _SMALL
-            or any(word in line.rest for word in _FREE_CALLS)
-        ):
+        is_free = line.opcode in _FREE or any(word in line.rest for word in _FREE_CALLS)
+        if sends or is_free or nbytes(line.shape) <= _SMALL:
             return 0.0
         self.assumed[f"{_stem(line)} without an estimate, counted by the bytes of its result"] += 1
         return 2 * nbytes(line.shape) / self.chip.memory_bandwidth

@@ -100,6 +100,7 @@ def test_the_state_is_in_the_order_of_the_model(case, mesh_of):
         same(train(opt, state, case.batches[:1]), after)
 
 
+@pytest.mark.slow
 def test_the_same_mesh_goes_on_bit_for_bit(case, mesh_of, tmp_path):
     opt = hybrid(mesh_of(data=2, pipeline=4), case, "zero_bubble_lockstep_2", remat=True)
     state = train(opt, opt.init(case.params), case.batches[:2])

@@ -54,7 +54,6 @@ QUICK = [
         ("eager_one_f_one_b", "fsdp"),
         ("zero_bubble", "ddp"),
         ("zero_bubble_v", "zero1"),
-        ("interleaved", "zero3"),
     ]
 ]
 FAST = QUICK[:1]

@@ -112,6 +112,7 @@ def temporary_bytes():
         print(compiled(name, 16, mesh)[0].memory_analysis().temp_size_in_bytes)
 
 
+@pytest.mark.slow
 def test_memory_follows_the_slots_of_the_table():
     """`one_f_one_b` keeps S where the eager one keeps 2 S - 1; the difference is what the table says."""
     flags = os.environ["XLA_FLAGS"].replace("--xla_cpu_enable_concurrency_optimized_scheduler=false", "")

@@ -46,7 +46,7 @@ def parameters(model):
     params = jax.tree.map(lambda shape: draw.normal(size=shape) * 0.3, shapes, is_leaf=lambda x: isinstance(x, tuple))
     if model is mixing:
         params["blocks"] = [jax.tree.map(lambda x: x[i], params["blocks"]) for i in range(LAYERS)]  # noqa: B023
-    return jax.tree.map(jnp.asarray, params)
+    return jax.tree.map(np.asarray, params)
 
 
 def batches():
@@ -54,7 +54,7 @@ def batches():
     scale = np.linspace(0.2, 2, ROWS)[:, None]
     for _ in range(2):
         rows = {"x": scale * draw.normal(size=(ROWS, 6)), "y": draw.normal(size=(ROWS, 3))}
-        yield jax.tree.map(jnp.asarray, rows | {"weights": np.linspace(0, 2, ROWS)})
+        yield jax.tree.map(np.asarray, rows | {"weights": np.linspace(0, 2, ROWS)})
 
 
 def adam():

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections.abc import Sequence
 
 
 def all_pairs(factors: dict[str, list], allowed=lambda row: True, seed: int = 0) -> list[dict]:
@@ -41,12 +42,14 @@ def lighten(rows: list[dict], name: str, value) -> list[dict]:
     return rows
 
 
-def few(rows: list[dict], times: int = 1) -> list[dict]:
-    """Return few of the rows, found greedily, in which each value of each factor comes so often."""
-    chosen = []
-    for _ in range(times):
+def few(rows: list[dict], times: int = 1, *, start: Sequence[dict] = ()) -> list[dict]:
+    """Return few of the rows, found greedily, in which each value of each factor comes so often; `start` is among them."""
+    chosen = list(start)
+    for repeat in range(times):
         left = [row for row in rows if row not in chosen]
         missing = set().union(*map(_values, left))
+        if repeat == 0:
+            missing = missing.difference(*map(_values, start))
         while missing:
             row = max(left, key=lambda row, missing=missing: len(missing & _values(row)))
             missing = missing - _values(row)

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardopt as so
 from shardopt.models import gpt
+from support.host import host_params
 from support.problems import Problem, reduce
 
 
@@ -74,7 +75,7 @@ def block_problem(name: str, *, weighted: bool, num_blocks: int, rows: int, step
         loss = model.loss_fn(params, batch)
         return loss.total / loss.weight if isinstance(loss, so.Weighted) else loss
 
-    return Problem(jax.tree.map(wide, params), model, reference, rules, batches)
+    return Problem(jax.tree.map(wide, jax.device_get(params)), model, reference, rules, batches)
 
 
 def _rows(draw, rows, **widths):
@@ -87,7 +88,7 @@ def _rows(draw, rows, **widths):
 
 def _gpt(weighted, num_blocks):
     config = gpt.GPTConfig(vocab_size=16, dim=8, num_layers=num_blocks, num_heads=2, mlp_multiple=2, max_length=8)
-    params = jax.tree.map(lambda x: x * 2, gpt.init(config, jax.random.key(1)))
+    params = jax.tree.map(lambda x: x * 2, host_params(gpt.init, config, seed=1))
 
     def make(draw, rows):
         batch = {"tokens": draw.integers(0, 16, size=(rows, 5))}
@@ -156,7 +157,7 @@ def _pytree(weighted, num_blocks):
 
     model = so.BlockModel(embed, block, loss)
     rules = [("^blocks/w/0", P(None, "tensor")), ("^blocks/b", P("tensor")), ("^blocks/w/1", P("tensor"))]
-    return jax.tree.map(jnp.asarray, params), model, rules, make
+    return jax.tree.map(np.asarray, params), model, rules, make
 
 
 BLOCK_MODELS = {"gpt": _gpt, "nnx": _nnx, "pytree": _pytree}

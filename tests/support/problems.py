@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardopt as so
 from shardopt.models import gpt
+from support.host import host_params
 
 BATCH = 32
 
@@ -28,8 +29,9 @@ def problem(name: str, *, weighted: bool, steps: int = 10, dtype=jnp.float64) ->
     """Build a problem whose rows differ in scale and weight, so that equal treatment of devices shows."""
     params, loss_fn, rules, make_batch = MODELS[name](weighted)
     draw = np.random.default_rng(7)
+    dtype = jax.dtypes.canonicalize_dtype(dtype)
     cast = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x  # noqa: E731
-    params = jax.tree.map(cast, params)
+    params = jax.tree.map(cast, jax.device_get(params))  # on the host, where a cast and a slice are no programs
     batches = [jax.tree.map(cast, make_batch(draw)) for _ in range(steps)]
     as_function = loss_fn.loss_fn if isinstance(loss_fn, so.BlockModel) else loss_fn
 
@@ -63,8 +65,7 @@ def regression_batch(inputs: int, outputs: int):
 
 def _gpt(weighted: bool):
     config = gpt.GPTConfig(vocab_size=32, dim=16, num_layers=2, num_heads=4, max_length=16)
-    params = gpt.init(config, jax.random.key(1))
-    params = jax.tree.map(lambda x: x * 2, params)
+    params = jax.tree.map(lambda x: x * 2, host_params(gpt.init, config, seed=1))
 
     def make(draw):
         batch = {"tokens": draw.integers(0, 32, size=(BATCH, 9))}
@@ -120,7 +121,7 @@ def _odd(weighted: bool):
         "out": (draw.normal(size=(24, 5)) * 0.3, np.ones(())),
         "count": np.int32(3),
     }
-    params = jax.tree.map(jnp.asarray, params)
+    params = jax.tree.map(np.asarray, params)
 
     def loss_fn(params, batch):
         x = batch["x"]

@@ -51,6 +51,11 @@ def train(tx, loss_fn, params, batches: Sequence, *, value_fn: bool = False, ask
     return history, jax.device_get(merge(part))
 
 
+def jitted(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Return a transformation of which `init` and `update` are one program each, for a loop that calls them op by op."""
+    return optax.GradientTransformationExtraArgs(jax.jit(tx.init), jax.jit(tx.update))
+
+
 def relative_difference(found, expected) -> float:
     """Return the largest difference of any leaf, relative to that leaf's largest magnitude; NaN if there is a NaN."""
     worst = 0.0

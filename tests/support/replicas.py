@@ -57,7 +57,9 @@ def tiny():
 
     def make():
         draw = np.random.default_rng(6)
-        return {"blocks": jnp.asarray(draw.normal(size=(4, 4, 4)) * 0.3), "in": jnp.asarray(draw.normal(size=(3, 4)))}
+        dtype = jax.dtypes.canonicalize_dtype(float)
+        params = {"blocks": draw.normal(size=(4, 4, 4)) * 0.3, "in": draw.normal(size=(3, 4))}
+        return jax.tree.map(lambda x: x.astype(dtype), params)
 
     return TINY, make
 
@@ -78,7 +80,7 @@ def new_params():
             "out": draw.normal(size=(4, 2)),
             "scale": np.ones(()),
         }
-        return jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
+        return jax.tree.map(lambda x: np.asarray(x, dtype), params)
 
     return make
 

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from support.host import host_params
 
 import shardopt as so
 from shardopt.adapters import lora
@@ -44,9 +45,10 @@ def adapted_gpt(base="float", **options):
 
 def gpt_params(adapted):
     """Parameters whose B is not 0, so that A has a gradient in the first step."""
-    params = adapted.init(gpt.init(CONFIG, jax.random.key(0)), jax.random.key(1))
+    params = jax.jit(adapted.init)(host_params(gpt.init, CONFIG), jax.random.key(1))
+    draw = np.random.default_rng(2)
     nonzero = lambda path, leaf: (  # noqa: E731
-        leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape) if "lora_b" in str(path[-1]) else leaf
+        0.1 * draw.normal(size=leaf.shape).astype(leaf.dtype) if "lora_b" in str(path[-1]) else leaf
     )
     return jax.tree_util.tree_map_with_path(nonzero, params)
 
@@ -87,11 +89,15 @@ def expected_factors(base):
         loss = gpt.model(CONFIG).loss_fn(merged, BATCH)
         return loss.total / loss.weight
 
-    opt_state = TX.init(trained)
-    for _ in range(3):
+    @jax.jit
+    def step(trained, opt_state):
         loss, grads = jax.value_and_grad(loss_fn)(trained)
         updates, opt_state = TX.update(grads, opt_state)
-        trained = optax.apply_updates(trained, updates)
+        return optax.apply_updates(trained, updates), opt_state, loss
+
+    opt_state = jax.tree.map(np.zeros_like, TX.init(trained))
+    for _ in range(3):
+        trained, opt_state, loss = step(trained, opt_state)
     return trained, float(loss)
 
 
@@ -199,7 +205,7 @@ def test_the_base_travels_in_its_bits_and_only_adapters_are_reduced(mesh_of):
 
 
 def test_low_rank_products_leave_out_the_gradients_of_weights(mesh_of):
-    params, flops = gpt.init(CONFIG, jax.random.key(0)), {}
+    params, flops = host_params(gpt.init, CONFIG), {}
     models = {"full": (gpt.model(CONFIG), {}, params)}
     for products in (False, True):
         adapted = adapted_gpt(low_rank_products=products)
@@ -212,7 +218,7 @@ def test_low_rank_products_leave_out_the_gradients_of_weights(mesh_of):
 
 
 def test_init_changes_nothing_and_merge_adds_the_product():
-    adapted, params = adapted_gpt(), gpt.init(CONFIG, jax.random.key(0))
+    adapted, params = adapted_gpt(), host_params(gpt.init, CONFIG)
     start = adapted.init(params, jax.random.key(1))
     for merged, leaf in zip(jax.tree.leaves(adapted.merge(start)), jax.tree.leaves(params), strict=True):
         np.testing.assert_array_equal(merged, leaf)
@@ -236,7 +242,7 @@ def test_dropout_scales_what_it_keeps_and_evaluation_drops_nothing(mesh_of):
     for _ in range(2):
         state, metrics = opt.step(state, BATCH)
         losses.append(float(metrics["loss"]))
-    expected = plain.model.loss_fn(gpt_params(plain), BATCH)
+    expected = jax.jit(plain.model.loss_fn)(gpt_params(plain), BATCH)
     assert len({*losses, float(expected.total / expected.weight)}) == 3
     assert float(opt.evaluate(state, BATCH)["loss"]) == pytest.approx(float(expected.total / expected.weight), rel=1e-6)
 
@@ -316,7 +322,7 @@ def test_experts_have_adapters_on_every_mesh(mesh_of):
     config = moe.MoEConfig(
         vocab_size=32, dim=16, num_layers=2, num_heads=2, num_kv_heads=2, num_experts=4, hidden=8, balance=None
     )
-    params, results = moe.init(config, jax.random.key(0)), []
+    params, results = host_params(moe.init, config), []
     adapted = lora(
         moe.model(config),
         rank=2,
@@ -348,22 +354,23 @@ def test_experts_have_adapters_on_every_mesh(mesh_of):
 @pytest.mark.fast
 def test_nf4_rounds_to_the_nearest_of_its_16_values():
     weight = np.random.default_rng(0).normal(size=(3, 128)).astype(np.float32)
-    stored = quantize(jnp.asarray(weight), "nf4")
+    stored = jax.jit(quantize, static_argnums=1)(weight, "nf4")
     assert isinstance(stored, QuantizedWeight)
     assert (stored.codes.shape, stored.codes.dtype, stored.scales.shape) == ((3, 64), jnp.uint8, (3, 2))
     groups = weight.reshape(3, 2, 64)
     largest = np.abs(groups).max(-1, keepdims=True)
     nearest = NF4[np.abs(groups[..., None] / largest[..., None] - NF4).argmin(-1)] * largest
-    np.testing.assert_allclose(stored.dequantized(), nearest.reshape(3, 128), rtol=1e-6)
-    np.testing.assert_array_equal(quantize(jnp.zeros((2, 6)), "nf4").dequantized(), np.zeros((2, 6)))
+    dequantized = jax.jit(lambda weight: quantize(weight, "nf4").dequantized())
+    np.testing.assert_allclose(dequantized(weight), nearest.reshape(3, 128), rtol=1e-6)
+    np.testing.assert_array_equal(dequantized(np.zeros((2, 6), np.float32)), np.zeros((2, 6)))
 
 
 @pytest.mark.fast
 def test_int8_rounds_to_half_a_step():
     weight = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
-    stored = quantize(jnp.asarray(weight, jnp.bfloat16), "int8")
+    stored = jax.jit(quantize, static_argnums=1)(np.asarray(weight, jnp.bfloat16), "int8")
     assert (stored.codes.dtype, stored.scales.shape, stored.dequantized().dtype) == (jnp.int8, (3, 1), jnp.bfloat16)
-    exact = stored.codes * stored.scales
+    exact = np.asarray(stored.codes) * np.asarray(stored.scales)
     steps = np.abs(weight).max(1, keepdims=True) / 127
     assert (np.abs(exact - np.asarray(jnp.asarray(weight, jnp.bfloat16), np.float32)) <= 0.51 * steps).all()
 

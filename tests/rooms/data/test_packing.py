@@ -17,6 +17,7 @@ pytestmark = pytest.mark.fast
 
 LENGTHS = st.integers(1, 12)
 OPEN_ROWS = st.integers(1, 5)
+COUNTS = [30, pytest.param(100, marks=pytest.mark.slow)]
 
 
 @st.composite
@@ -63,7 +64,8 @@ def test_every_token_is_in_one_row_once_and_in_order(count):
     fuzz(prop, document_lists(), LENGTHS, OPEN_ROWS, count=count)
 
 
-def test_pairs_of_token_and_target_are_those_of_the_documents():
+@pytest.mark.parametrize("count", COUNTS)
+def test_pairs_of_token_and_target_are_those_of_the_documents(count):
     def prop(documents, length, open_rows):
         rows = list(data.pack(documents, length, open_rows=open_rows))
         pairs = [pair for row in rows for pair in zip(row["tokens"], row["targets"], row["weights"], strict=True)]
@@ -71,10 +73,11 @@ def test_pairs_of_token_and_target_are_those_of_the_documents():
         assert packed == sorted(pair for one in documents for pair in itertools.pairwise(one))
         assert all(target == weight == 0 for _, target, weight in pairs if weight != 1)
 
-    fuzz(prop, document_lists(), LENGTHS, OPEN_ROWS, count=100)
+    fuzz(prop, document_lists(), LENGTHS, OPEN_ROWS, count=count)
 
 
-def test_rows_are_filled_first_fit():
+@pytest.mark.parametrize("count", COUNTS)
+def test_rows_are_filled_first_fit(count):
     def prop(documents, length, open_rows):
         expected, rows = [], []  # rows as lists of pieces
         for piece in (d[i : i + length] for d in documents for i in range(0, len(d), length)):
@@ -92,11 +95,11 @@ def test_rows_are_filled_first_fit():
             if open_rows >= len(packed):
                 assert (first["segment_ids"] > 0).sum() + (second["segment_ids"] > 0).sum() > length
 
-    fuzz(prop, document_lists(), LENGTHS, OPEN_ROWS, count=100)
+    fuzz(prop, document_lists(), LENGTHS, OPEN_ROWS, count=count)
 
 
 @pytest.mark.default
-@pytest.mark.parametrize("count", [10, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [4, pytest.param(30, marks=pytest.mark.slow)])
 def test_an_iterator_goes_on_from_any_state_and_packing_twice_is_the_same(count):
     def prop(documents, length, open_rows, batch_size):
         dataset = data.pack(documents, length, open_rows=open_rows).batch(batch_size)
@@ -129,7 +132,8 @@ def test_an_iterator_of_shuffled_epochs_goes_back_and_forth():
         assert_same_rows([next(iterator)], drawn[position : position + 1])
 
 
-def test_padding_is_as_stated():
+@pytest.mark.parametrize("count", COUNTS)
+def test_padding_is_as_stated(count):
     def prop(documents, length, open_rows):
         rows = list(data.pack(documents, length, open_rows=open_rows))
         if rows:
@@ -138,7 +142,7 @@ def test_padding_is_as_stated():
             batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
             assert data.padding_share(batch) == pytest.approx(share, abs=1e-12)
 
-    fuzz(prop, document_lists(), LENGTHS, OPEN_ROWS, count=50)
+    fuzz(prop, document_lists(), LENGTHS, OPEN_ROWS, count=count)
     with pytest.raises(ValueError, match=r"^padding_share: there are no rows\.$"):
         data.padding_share(data.pack([], 4))
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
+from support.reference import jitted
 
 import shardopt as so
 
@@ -21,7 +22,8 @@ def test_a_haiku_model_trains_split_as_on_one_device(mesh_of):
     rules = [("linear_0/w", P(None, "tensor")), ("linear_1/w", P("tensor"))]
     opt = so.zero(tx, mesh_of(data=2, tensor=2), loss_fn, stage=1, rules=rules, min_shard_elements=1)
     state = opt.init(lambda rng: net.init(rng, x), jax.random.key(3))
-    reference = net.init(jax.random.key(3), x)
+    reference = jax.jit(net.init)(jax.random.key(3), x)
+    tx = jitted(tx)
     moments = tx.init(reference)
     gradient = jax.jit(jax.grad(loss_fn))
     for _ in range(3):

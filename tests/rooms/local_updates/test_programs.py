@@ -91,6 +91,7 @@ def test_a_streamed_fragment_is_sent_in_the_program_of_the_next_step(strategy_of
     assert halves == [0, 0, 0, first, 0, 0, second, 0]
 
 
+@pytest.mark.slow  # test_identities.py compares warm-up with the strategy alone
 def test_warm_up_averages_gradients_and_the_state_is_not_looked_at(strategy_of, new_params):
     opt = so.local_sgd(strategy_of("ddp"), sync_every=2, warmup_steps=2)
     warm = sent_over_replica(opt, new_params(), 1, min_bytes=64)

@@ -52,7 +52,7 @@ def test_any_loss_is_exact(name, way, dtype, mesh_of):
     strategy, sizes = WAYS[way]
     with jax.enable_x64(True):
         case, tx = LOSSES[name], OPTIMIZERS["momentum"]()
-        params = jax.tree.map(jnp.asarray, cast(case.params, np.dtype(dtype)))
+        params = cast(case.params, np.dtype(dtype))
         opt = STRATEGIES[strategy](tx, mesh_of(**sizes), case.loss_fn, view="global")
         check(opt, case.loss_fn, params, case.batches(4, np.dtype(dtype)), tx=tx, dtype=dtype)
 
@@ -75,7 +75,7 @@ RULES = [("up", P(None, "tensor")), ("down", P("tensor"))]
 
 def block_params():
     draw = np.random.default_rng(2)
-    normal = lambda *shape: jnp.asarray(draw.normal(size=shape) * 0.3)  # noqa: E731
+    normal = lambda *shape: np.asarray(draw.normal(size=shape) * 0.3)  # noqa: E731
     return {"blocks": {"up": normal(3, 16, 24), "down": normal(3, 24, 16)}, "in": normal(12, 16), "out": normal(16, 5)}
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.host import host_params
 from support.losses import LOSSES, cast
 from support.separable_losses import BATCH, SEPARABLE
 from support.tiers import tiered
@@ -344,5 +345,5 @@ def test_check_finds_a_pipeline_and_the_global_view_right():
     config = gpt.GPTConfig(vocab_size=12, dim=8, num_layers=4, num_heads=2, max_length=8)
     mesh = so.make_mesh(data=2, pipeline=2, devices=jax.devices()[:4])
     opt = so.hybrid(optax.sgd(0.1), mesh, gpt.model(config), micro_batches=2)
-    report = so.check(opt, opt.init(gpt.init(config, jax.random.key(0))), {"tokens": BATCH["tokens"]})
+    report = so.check(opt, opt.init(host_params(gpt.init, config)), {"tokens": BATCH["tokens"]})
     assert max(one.relative for one in report.differences) < 1e-4

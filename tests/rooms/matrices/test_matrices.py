@@ -34,13 +34,13 @@ def model_params(layers=LAYERS, dtype=jnp.float64):
         "in": (INPUTS, WIDTH),
         "out": (WIDTH, 8),
     }
-    make = lambda shape: jnp.asarray(draw.normal(size=shape) * 0.2, dtype)  # noqa: E731
+    make = lambda shape: np.asarray(draw.normal(size=shape) * 0.2, dtype)  # noqa: E731
     return jax.tree.map(make, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def batches(steps, dtype=jnp.float64):
     draw = np.random.default_rng(1)
-    rows = lambda width: jnp.asarray(draw.normal(size=(BATCH, width)), dtype)  # noqa: E731
+    rows = lambda width: np.asarray(draw.normal(size=(BATCH, width)), dtype)  # noqa: E731
     return [{"x": rows(INPUTS), "y": rows(8)} for _ in range(steps)]
 
 
@@ -97,7 +97,7 @@ def flat_params(dtype=jnp.float64):
     shapes = {"in": (INPUTS, WIDTH), "out": (WIDTH, 8), "scale": (WIDTH,)}
     for i in range(4):
         shapes |= {f"up{i}": (WIDTH, 32), f"down{i}": (32, WIDTH)}
-    return {name: jnp.asarray(draw.normal(size=shape) * 0.2, dtype) for name, shape in shapes.items()}
+    return {name: np.asarray(draw.normal(size=shape) * 0.2, dtype) for name, shape in shapes.items()}
 
 
 def flat_loss(params, batch):
@@ -185,7 +185,7 @@ def stacks_loss(params, batch):
 )
 def test_a_stack_outside_of_a_block_model_has_one_owner_a_matrix(sizes, mesh_of, x64):
     draw = np.random.default_rng(0)
-    params = {name: jnp.asarray(draw.normal(size=shape) * 0.2) for name, shape in STACKS.items()}
+    params = {name: draw.normal(size=shape) * 0.2 for name, shape in STACKS.items()}
     tx = optax.contrib.muon(1e-2, weight_decay=1e-2, muon_weight_dimension_numbers=dims_of_stacks)
     rules = {"rules": RULES} if "tensor" in sizes else {}
     opt = so.fsdp(tx, mesh_of(**sizes), stacks_loss, min_shard_elements=8, opt_state_layout="matrices", **rules)

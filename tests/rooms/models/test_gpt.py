@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.host import host_params
 from support.tiers import tiered
 
 import shardopt as so
@@ -44,14 +45,14 @@ def test_parameters_are_counted_right(tied):
 @pytest.mark.parametrize("tied", tiered([True, False], lambda tied: not tied))
 def test_loss_starts_at_that_of_a_uniform_guess(tied):
     config = gpt.GPTConfig(dim=256, num_layers=2, tied=tied)
-    params = gpt.init(config, jax.random.key(0))
+    params = jax.jit(gpt.init, static_argnums=0)(config, jax.random.key(0))
     repeating = np.repeat(tokens(128, 1), 5, axis=1)  # what a tied embedding would predict, were it larger
     for batch in (tokens(4, 33), repeating):
         assert abs(loss_of(config, params, {"tokens": batch}) - np.log(256)) < 0.1
 
 
 def test_logits_see_no_later_token():
-    params = gpt.init(SMALL, jax.random.key(0))
+    params = host_params(gpt.init, SMALL)
     inputs = jnp.asarray(tokens(1, 12))
     changed = inputs.at[0, 7].set((inputs[0, 7] + 1) % 256)
     before, after = logits(params, SMALL, inputs), logits(params, SMALL, changed)
@@ -60,7 +61,7 @@ def test_logits_see_no_later_token():
 
 
 def test_each_token_is_the_target_of_the_ones_before_it():
-    params = gpt.init(SMALL, jax.random.key(0))
+    params = host_params(gpt.init, SMALL)
     batch = tokens(2, 9)
     log_probs = jax.nn.log_softmax(logits(params, SMALL, batch[:, :-1]))
     expected = -np.mean([log_probs[b, t, batch[b, t + 1]] for b in range(2) for t in range(8)])
@@ -68,7 +69,7 @@ def test_each_token_is_the_target_of_the_ones_before_it():
 
 
 def test_weights_leave_targets_out_and_make_the_loss_a_weighted_mean():
-    params = gpt.init(SMALL, jax.random.key(0))
+    params = host_params(gpt.init, SMALL)
     batch, weights = tokens(2, 9), np.ones((2, 8), np.float32)
     weights[:, 5:] = 0
     masked = loss_of(SMALL, params, {"tokens": batch, "weights": weights})
@@ -82,7 +83,7 @@ def test_weights_leave_targets_out_and_make_the_loss_a_weighted_mean():
 def test_a_few_steps_learn_a_repeating_text():
     model, tx = gpt.model(SMALL), optax.adam(3e-3)
     text = np.resize(np.frombuffer(b"the quick brown fox ", np.uint8), (4, 33))
-    params = gpt.init(SMALL, jax.random.key(0))
+    params = host_params(gpt.init, SMALL)
 
     @jax.jit
     def step(params, opt_state):
@@ -102,7 +103,7 @@ def test_a_few_steps_learn_a_repeating_text():
 def test_a_tensor_axis_changes_no_gradient_and_moves_sums_only(data, tensor, tied):
     config = gpt.GPTConfig(dim=32, num_layers=2, num_heads=4, tied=tied)
     grad = jax.jit(jax.value_and_grad(gpt.model(config).loss_fn))
-    params, batch = gpt.init(config, jax.random.key(0)), {"tokens": tokens(8, 17)}
+    params, batch = host_params(gpt.init, config), {"tokens": tokens(8, 17)}
     expected = grad(params, batch)
 
     mesh = so.make_mesh(data=data, tensor=tensor)
@@ -130,7 +131,7 @@ def test_every_large_leaf_has_a_rule():
 
 
 def test_compute_dtype_is_the_parameters_unless_chosen():
-    params = gpt.init(SMALL, jax.random.key(0))
+    params = host_params(gpt.init, SMALL)
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     chosen = gpt.GPTConfig(dim=32, num_layers=2, num_heads=4, dtype=jnp.bfloat16)
     batch = {"tokens": tokens(4, 17)}
@@ -144,7 +145,7 @@ def test_compute_dtype_is_the_parameters_unless_chosen():
 
 def test_double_precision_throughout(x64):
     config = gpt.GPTConfig(dim=32, num_layers=2, num_heads=4, param_dtype=jnp.float64)
-    params, batch = gpt.init(config, jax.random.key(0)), {"tokens": tokens(2, 9)}
+    params, batch = host_params(gpt.init, config), {"tokens": tokens(2, 9)}
     assert "f32" not in str(jax.make_jaxpr(gpt.model(config).loss_fn)(params, batch))
     single = loss_of(config, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params), batch)
     double = loss_of(config, params, batch)
@@ -153,14 +154,14 @@ def test_double_precision_throughout(x64):
 
 
 def test_small_unsigned_tokens_are_read_as_they_are():
-    params, batch = gpt.init(SMALL, jax.random.key(0)), tokens(4, 17)
+    params, batch = host_params(gpt.init, SMALL), tokens(4, 17)
     assert batch.max() > 127
     wide, narrow = (loss_of(SMALL, params, {"tokens": batch.astype(kind)}) for kind in (np.int32, np.uint8))
     assert wide == narrow
 
 
 def test_a_token_outside_the_vocabulary_is_not_passed_over():
-    params = gpt.init(SMALL, jax.random.key(0))
+    params = host_params(gpt.init, SMALL)
     assert jnp.isnan(loss_of(SMALL, params, {"tokens": np.full((2, 9), 256)}))
 
 
@@ -179,7 +180,7 @@ def test_other_batches_are_refused(batch, kind, got):
         f"gpt: a batch is a dict with integer tokens [B, T + 1], or tokens and targets [B, T], T at least 1; got {got}."
     )
     with pytest.raises(kind, match=f"^{re.escape(message)}$"):
-        gpt.model(SMALL).embed(gpt.init(SMALL, jax.random.key(0)), batch)
+        gpt.model(SMALL).embed(host_params(gpt.init, SMALL), batch)
 
 
 @pytest.mark.parametrize(

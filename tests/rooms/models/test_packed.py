@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from support.host import host_params
 from support.reference import relative_difference
 from support.tiers import tiered
 
@@ -55,26 +56,29 @@ def mean(parts):
 
 @functools.cache
 def one_by_one(name):
-    """Return parameters, and the gradient of the weighted mean over documents that run one by one."""
+    """Return parameters, and the gradient of the weighted mean over documents that have a row each, not packed."""
     model, init = MODELS[name]
 
     def loss(params):
-        batches = [{"tokens": one[None], "weights": WEIGHTS[one[None, :-1]]} for one in DOCUMENTS]
+        of_length = [
+            np.stack([one for one in DOCUMENTS if one.size == size]) for size in {one.size for one in DOCUMENTS}
+        ]
+        batches = [{"tokens": rows, "weights": WEIGHTS[rows[:, :-1]]} for rows in of_length]
         return mean([model.loss_fn(params, batch) for batch in batches])
 
-    params = init(jax.random.key(0))
-    return params, jax.jit(jax.grad(loss))(params)
+    params = host_params(lambda _, key: init(key), None)
+    return params, jax.device_get(jax.jit(jax.grad(loss))(params))
 
 
 def gradient(name, batch):
     model, _ = MODELS[name]
     params, _ = one_by_one(name)
-    return jax.jit(jax.grad(lambda params: mean([model.loss_fn(params, batch)])))(params)
+    return jax.device_get(jax.jit(jax.grad(lambda params: mean([model.loss_fn(params, batch)])))(params))
 
 
 def crossed(grads):
     """Return the largest gradient of an embedding of documents that have no weight."""
-    return float(jnp.abs(grads["embedding"][COUNTED:]).max())
+    return float(np.abs(grads["embedding"][COUNTED:]).max())
 
 
 @pytest.mark.parametrize("name", tiered(MODELS, lambda name: name == "gpt"))
@@ -83,10 +87,10 @@ def test_packed_rows_give_the_gradient_of_the_documents_one_by_one(name, x64):
     found = gradient(name, packed())
     assert relative_difference(found, expected) <= 1e-10
     assert crossed(found) == 0.0
-    assert float(jnp.abs(found["embedding"][:COUNTED]).min(axis=1).max()) > 0
+    assert float(np.abs(found["embedding"][:COUNTED]).min(axis=1).max()) > 0
 
 
-@pytest.mark.parametrize("order", [None, "zigzag"])
+@pytest.mark.parametrize("order", [pytest.param(None, marks=pytest.mark.slow), "zigzag"])
 def test_rotary_positions_act_by_distances_so_rows_need_none(order, mesh_of, x64):
     batch = packed()
     del batch["positions"]
@@ -192,7 +196,7 @@ def test_a_packed_run_learns_as_one_of_the_same_documents_a_row_each(mesh_of):
 
     def losses(batches):
         opt = so.fsdp(optax.adam(3e-3), mesh_of(data=2), gpt.model(config))
-        state = opt.init(gpt.init(config, jax.random.key(0)))
+        state = opt.init(host_params(gpt.init, config))
         for batch in batches[:-10]:
             state, _ = opt.step(state, batch)
         return [float(opt.evaluate(state, batch)["loss"]) for batch in alone[-10:]]
@@ -215,7 +219,7 @@ def one_a_row(batch, count):
 
 @pytest.mark.parametrize(
     ("name", "order"),
-    tiered([("gpt", "zigzag"), ("gpt", "striped"), ("learned", "zigzag")], lambda row: row[0] == "gpt"),
+    tiered([("gpt", "zigzag"), ("gpt", "striped"), ("learned", "zigzag")], lambda row: row == ("gpt", "striped")),
 )
 def test_the_order_of_positions_changes_no_gradient(name, order, x64):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(1, 4), ("data", "context"))

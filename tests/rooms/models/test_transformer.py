@@ -3,11 +3,11 @@
 import dataclasses
 import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.host import host_params
 from support.layouts import SHAPE
 from support.reference import relative_difference, train
 
@@ -30,7 +30,7 @@ def batches(steps):
 
 
 def test_sequence_parallel_steps_are_those_of_one_device(mesh_of, x64):
-    params = transformer.init(SMALL, jax.random.key(0))
+    params = host_params(transformer.init, SMALL)
     opt = so.fsdp(TX, mesh_of(data=2, tensor=2), model(sequence_parallel=True), rules=RULES, min_shard_elements=8)
     state = opt.init(params)
     for batch in batches(3):

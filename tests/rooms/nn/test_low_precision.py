@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from support.reference import relative_difference
+from support.host import host_params
+from support.reference import relative_difference, train
 from support.tiers import tiered
 
 import shardopt as so
@@ -101,19 +102,15 @@ def test_many_devices_quantise_as_one(precision, name, sizes, options, mesh_of, 
     def trained(precision, opt=None):
         config = gpt.GPTConfig(**{**vars(CONFIG), "precision": precision})
         model = gpt.model(config) if name == "gpt" else transformer.model(SHAPE, precision=precision)
-        params = gpt.init(config, jax.random.key(0)) if name == "gpt" else transformer.init(SHAPE, jax.random.key(0))
-        params = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), params)
-        if opt is not None:
-            state = opt(model).init(params)
-            step = opt(model).step
-            for batch in batches:
-                state, _ = step(state, batch)
-            return state.params
-        state, grad = tx.init(params), jax.jit(jax.grad(model.loss_fn))
+        params = host_params(gpt.init, config) if name == "gpt" else host_params(transformer.init, SHAPE)
+        params = jax.tree.map(lambda leaf: leaf.astype(np.float64), params)
+        if opt is None:
+            return train(tx, model.loss_fn, params, batches)[1]
+        strategy = opt(model)
+        state = strategy.init(params)
         for batch in batches:
-            updates, state = tx.update(grad(params, batch), state, params)
-            params = optax.apply_updates(params, updates)
-        return params
+            state, _ = strategy.step(state, batch)
+        return state.params
 
     make = so.hybrid if "pipeline" in sizes else so.fsdp
     found = trained(precision, lambda model: make(tx, mesh_of(**sizes), model, **options))

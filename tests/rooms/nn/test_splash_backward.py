@@ -46,9 +46,9 @@ def gradients_of(case, monkeypatch):
     """Return the gradients by the kernel, and by plain attention."""
     T, H, G = case.length, 4, case.heads
     rng = np.random.default_rng(0)
-    draw = lambda heads, width: jnp.asarray(rng.normal(size=(2, heads, T, width)), jnp.float32)  # noqa: E731
+    draw = lambda heads, width: np.asarray(rng.normal(size=(2, heads, T, width)), np.float32)  # noqa: E731
     query, key, value, d_out = draw(H, 12) / 3, draw(G, 12), draw(G, case.values), draw(H, case.values)
-    segments = jnp.asarray(np.sort(rng.integers(0, 3, (2, T)), axis=1), jnp.int32) if case.packed else None
+    segments = np.sort(rng.integers(0, 3, (2, T)), axis=1).astype(np.int32) if case.packed else None
     mask = visible(T, causal=case.causal, window=case.window)[None]
     if segments is not None:
         mask &= segments[:, :, None] == segments[:, None, :]

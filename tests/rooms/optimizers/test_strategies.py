@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from support.host import host_params
 from support.problems import problem
 from support.reference import relative_difference, train
 from support.table import MESHES, STRATEGIES
@@ -52,7 +53,7 @@ def test_equals_one_device(optimizer, strategy, mesh, model, mesh_of, x64):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_owners_work_on_whole_matrices_for_few_bytes(optimizer, strategy, mesh_of, x64):
     config = gpt.GPTConfig(vocab_size=32, dim=16, num_layers=8, num_heads=2, max_length=16)
-    params = jax.tree.map(lambda x: 2 * x.astype(float), gpt.init(config, jax.random.key(1)))
+    params = jax.tree.map(lambda x: 2 * x.astype(float), host_params(gpt.init, config))
     batches = [{"tokens": np.random.default_rng(i).integers(0, 32, (16, 9))} for i in range(4)]
     tx, model = OPTIMIZERS[optimizer](gpt.matrices), gpt.model(config)
     opt = STRATEGIES[strategy](tx, mesh_of(data=8), model, opt_state_layout="matrices")
@@ -84,8 +85,19 @@ FUSED = ((8, 16, 3, 2, 8), so.optimizers.Matrix(rows=1, columns=(3, 4)))
 STACKED = ((16, 24, 16), so.optimizers.Matrix())
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("leaf", [FUSED, STACKED], ids=["fused", "stacked"])
+@pytest.mark.parametrize(
+    ("name", "leaf"),
+    [
+        ("soap", STACKED),
+        ("shampoo", FUSED),
+        ("muon", STACKED),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in [("soap", FUSED), ("shampoo", STACKED), ("muon", FUSED)]
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "fused" if value == FUSED else "stacked",
+)
 def test_whole_matrices_need_no_collective(name, leaf):
     assert collectives_of_update(name, jax.devices(), *leaf) == ()
 

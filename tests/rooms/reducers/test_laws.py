@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.tiers import tiered
 
 import shardopt as so
 
@@ -45,7 +44,8 @@ def calls(reducer, count):
     return run
 
 
-@pytest.mark.parametrize("kind", tiered(KINDS, lambda kind: kind == "int8"))
+@pytest.mark.slow  # test_places.py shows it by default, of gradients of several dtypes
+@pytest.mark.parametrize("kind", KINDS)
 @quick
 @given(data=st.data(), shapes=FULL, size=st.sampled_from([2, 3, 8]), seed=st.integers(0, 99))
 def test_error_feedback_conserves_mass(kind, data, shapes, size, seed, x64, on_devices, draw_gradients):

@@ -7,8 +7,8 @@ from support.row_classes import ACCEPTED, CLASSES, PARAMS, batch_of
 from support.tiers import tiered
 
 ROWS = [(name, row) for name, losses in CLASSES.items() for row in losses]
-QUICK = {(name, row) for name, losses in CLASSES.items() for row in list(losses)[::24]}
-MEANS = [row for row in ACCEPTED if ":" not in row and row not in ("linen", "nnx", "equinox", "buffer in scan")][::3]
+QUICK = {(name, row) for name, losses in CLASSES.items() for row in list(losses)[::48]}
+MEANS = [row for row in ACCEPTED if ":" not in row and row not in ("linen", "nnx", "equinox", "buffer in scan")][::6]
 """Some that take little time to initialise."""
 
 

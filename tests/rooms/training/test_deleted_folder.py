@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from support.tiers import tiered
 
 from shardopt.checkpoint._checkpoints import Checkpoints
 from shardopt.checkpoint._read import restore
@@ -13,7 +14,7 @@ from shardopt.training._fit import fit
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax's, of writes that it gives up
-@pytest.mark.parametrize("draw", [0, 1, *(pytest.param(draw, marks=pytest.mark.slow) for draw in range(2, 10))])
+@pytest.mark.parametrize("draw", tiered(range(10), lambda draw: draw == 1))
 def test_a_folder_deleted_under_a_run(opt, new_state, batches, same, tmp_path, caplog, draw):
     folder = tmp_path / "runs" / "a"
     doomed = folder.parent if draw % 2 else folder

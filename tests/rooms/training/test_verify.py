@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from support import faults
 from support.seams import break_function
+from support.tiers import tiered
 
 import shardopt as so
 from shardopt.core._errors import CORRUPTED, SilentCorruptionError
@@ -179,7 +180,7 @@ SPLIT = {
 }
 
 
-@pytest.fixture(scope="module", params=SPLIT)
+@pytest.fixture(scope="module")
 def split_run(request):
     """The mesh of two by two devices, and a function that runs two steps on it."""
     mesh = so.make_mesh(data=2, **{request.param: 2}, devices=jax.devices()[:4])
@@ -192,12 +193,14 @@ def split_run(request):
     return mesh, run
 
 
+@pytest.mark.parametrize("split_run", tiered(SPLIT, lambda axis: axis == "pipeline"), indirect=True)
 def test_pipelines_and_tensor_axes_have_no_false_alarm(split_run, now):
     _, run = split_run
     assert faults.same_bits(run(verify_every=1), run())
     assert now["runs"] == 4
 
 
+@pytest.mark.parametrize("split_run", tiered(SPLIT, lambda axis: axis == "tensor"), indirect=True)
 def test_devices_of_a_pipeline_or_a_tensor_axis_are_suspected_together(split_run, now):
     mesh, run = split_run
     now.update(fault=faults.Fault(2, "gradient", "flip", index=9, bit=20, leaf=0))

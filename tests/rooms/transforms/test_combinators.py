@@ -106,7 +106,7 @@ def expected_of(rules):
     ("kind", "combined"),
     tiered(
         itertools.product(KINDS, COMBINED),
-        lambda row: row[0] == "local" or row in [("delay", "inject_hyperparams"), ("average", "masked")],
+        lambda row: row in [("local", "multi_transform"), ("delay", "inject_hyperparams"), ("average", "masked")],
     ),
 )
 def test_inside_of_optax(kind, combined, ways, x64):

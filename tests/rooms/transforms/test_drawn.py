@@ -7,6 +7,7 @@ import optax
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.reference import jitted
 from support.trajectory import trajectory
 
 import shardopt as so
@@ -26,7 +27,7 @@ def draw(shapes, size):
     normal = np.random.default_rng(len(shapes) + size).normal
     params = {f"leaf{i}": normal(size=shape) for i, shape in enumerate(shapes)}
     grads = {f"leaf{i}": 10.0 ** (i - 1) * normal(size=(size, STEPS, *shape)) for i, shape in enumerate(shapes)}
-    return jax.tree.map(jnp.asarray, params), jax.tree.map(jnp.asarray, grads)
+    return jax.tree.map(np.asarray, params), jax.tree.map(np.asarray, grads)
 
 
 def at(grads, t):
@@ -48,6 +49,7 @@ def run(on_devices, tx, params, grads, size):
 
 def alone(tx, params, means):
     """What one device does with these gradients, step by step."""
+    tx = jitted(tx)
     seen, state = [], tx.init(params)
     for mean in means:
         updates, state = tx.update(mean, state, params)
@@ -62,7 +64,7 @@ def test_accumulated_means(shapes, size, data, x64, on_devices):
     every = data.draw(st.integers(1, 3))
     params, grads = draw(shapes, size)
     tx = T.accumulate(optax.chain(T.average_gradients("data"), optax.sgd(0.1, momentum=0.5)), every)
-    expected, state, inner = [], params, optax.sgd(0.1, momentum=0.5)
+    expected, state, inner = [], params, jitted(optax.sgd(0.1, momentum=0.5))
     kept = inner.init(params)
     for t in range(STEPS):
         if (t + 1) % every == 0:
@@ -83,6 +85,7 @@ def test_sharded_updates(shapes, size, data, x64, on_devices):
     everywhere(found, alone(tx, params, [at(grads, t) for t in range(STEPS)]), size)
 
 
+@pytest.mark.slow  # test_clip.py has rows of it
 @quick
 @drawn
 def test_clipped_means(shapes, size, data, x64, on_devices):
@@ -119,7 +122,7 @@ def test_late_means(shapes, size, data, x64, on_devices):
     staleness = data.draw(st.integers(0, 3))
     params, grads = draw(shapes, size)
     tx = optax.chain(T.average_gradients("data"), T.delay_gradients(staleness), optax.sgd(0.1))
-    zero = jax.tree.map(jnp.zeros_like, params)
+    zero = jax.tree.map(np.zeros_like, params)
     late = [at(grads, t - staleness) if t >= staleness else zero for t in range(STEPS)]
     everywhere(run(on_devices, tx, params, grads, size), alone(optax.sgd(0.1), params, late), size)
 

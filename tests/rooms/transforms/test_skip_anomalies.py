@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from support.problems import problem
-from support.reference import relative_difference, same_bits
+from support.reference import jitted, relative_difference, same_bits
 from support.table import STRATEGIES
 
 import shardopt as so
@@ -31,7 +31,7 @@ def case_with_spikes():
 def train_without(case, tx, window=WINDOW, norm_z=Z):
     """Return the steps that a plain loop leaves out, and the parameters at its end."""
     is_trained = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)  # noqa: E731
-    params = case.params
+    params, tx = case.params, jitted(tx)
     trained = jax.tree.map(lambda x: x if is_trained(x) else None, params)
     opt_state = tx.init(trained)
     merge = lambda trained: jax.tree.map(  # noqa: E731
@@ -79,6 +79,19 @@ ROWS = [
     pytest.param("fsdp", {"data": 8}, "muon", {"opt_state_layout": "matrices"}, marks=pytest.mark.slow),
     pytest.param("fsdp", {"data": 8}, "clip_adamw", {"offload": ["opt_state"]}, marks=pytest.mark.slow),
 ]
+
+
+@pytest.mark.parametrize(("outside", "final"), [(True, -2.0), (False, 0.0)])
+def test_around_accumulation_a_bad_gradient_does_not_enter_the_sum(outside, final):
+    skip = lambda tx: so.transforms.skip_anomalies(tx, loss_z=None)  # noqa: E731
+    accumulate = lambda tx: optax.MultiSteps(tx, 2)  # noqa: E731
+    tx = skip(accumulate(optax.sgd(1.0))) if outside else accumulate(skip(optax.sgd(1.0)))
+    params = jnp.zeros(())
+    state, update = tx.init(params), jax.jit(tx.update)
+    for gradient in (1.0, np.nan, 3.0):
+        updates, state = update(jnp.array(gradient), state, params)
+        params = optax.apply_updates(params, updates)
+    assert params == final
 
 
 @pytest.mark.parametrize(("strategy", "mesh", "inner", "options"), ROWS)
@@ -148,7 +161,7 @@ def test_statistics_of_a_skipped_step_stay(combine, mesh_of):
 
 
 def test_a_loss_at_another_level_is_taken_after_ten_skipped_steps():
-    tx = so.transforms.skip_anomalies(optax.sgd(1.0), window=4, max_in_a_row=3)
+    tx = jitted(so.transforms.skip_anomalies(optax.sgd(1.0), window=4, max_in_a_row=3))
     losses = [1.0, 1.1, 1.0, 1.1, 5.0, 5.1, 5.2, 5.1, 5.0, np.nan, 5.1]
     state, skipped = tx.init(jnp.zeros(())), []
     for loss in losses:
@@ -158,7 +171,7 @@ def test_a_loss_at_another_level_is_taken_after_ten_skipped_steps():
 
 
 def test_a_value_that_is_not_finite_is_never_taken():
-    tx = so.transforms.skip_anomalies(optax.sgd(1.0, momentum=0.9), None, None, max_in_a_row=1)
+    tx = jitted(so.transforms.skip_anomalies(optax.sgd(1.0, momentum=0.9), None, None, max_in_a_row=1))
     params = {"a": jnp.array([-0.0, 1.0]), "b": jnp.array(0.0, jnp.bfloat16)}
     state = tx.init(params)
     for bad in (np.nan, np.inf, -np.inf):
