@@ -1,7 +1,8 @@
 """Prove every compiled program of ours, and count the wrong programs that the proof finds.
 
 Run: python benchmarks/compiled_proof.py --platform cpu v5p v6e  # with a new jaxlib or libtpu
-     python benchmarks/compiled_proof.py --mutants 14 --json benchmarks/results/compiled_proof.json
+     python benchmarks/compiled_proof.py --mutants 12 --json benchmarks/results/compiled_proof.json
+     python benchmarks/compiled_proof.py --platform --models llama3-8b@v5p:4x4x4 llama3.1-405b@v5p:8x8x8
 
 Each program is compiled for eight devices, nothing runs on a chip. Every program should be "proved", or at least "agrees".
 With `--mutants`, so many mutants of each program are interpreted in numpy, and those that compute something else are given
@@ -21,8 +22,9 @@ from typing import Any
 import compiled_corpus
 from common import write_json
 from compiled_corpus import Program, programs
-from mutants import CHANGED, Judge, mutants
+from mutants import CHANGED, Judge, mutants, synchronous
 
+from shardopt.cli._plan import AuditOptions, compile_model
 from shardopt.hlo.proof import Proof, prove
 from shardopt.hlo.proof._compare import Reference
 from shardopt.hlo.proof._interpret import CannotInterpretError
@@ -35,7 +37,8 @@ SHOWN = 40
 def main() -> None:
     """Prove the programs of some platforms."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--platform", nargs="+", default=["cpu"], choices=list(compiled_corpus.TOPOLOGIES))
+    parser.add_argument("--platform", nargs="*", default=["cpu"], choices=list(compiled_corpus.TOPOLOGIES))
+    parser.add_argument("--models", nargs="*", default=[], help="steps of open models, such as llama3-8b@v5p:4x4x4")
     parser.add_argument("--only", default="", help="a part of the names of the rows")
     parser.add_argument("--mutants", type=int, default=0, help="how many mutants of each program")
     parser.add_argument("--every", type=int, default=1, help="take each of so many programs")
@@ -44,15 +47,40 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where the results are written")
     options = parser.parse_args()
     results: dict[str, Any] = {}
+    for name in options.models:
+        results[name] = of_model(name)
+        print(results[name])
+        if options.json:
+            write_json(__file__, results, options.json)
+    results |= {platform: {} for platform in options.platform}
     for platform in options.platform:
         corpus = list(programs(platform, options.only, options.store))[:: options.every]
         for results[platform] in of_platform(corpus, options.mutants, options.seed):
             if options.json:  # a run that is interrupted leaves the counts so far
                 write_json(__file__, results, options.json)
-    for platform, result in results.items():
+    for platform, result in ((name, results[name]) for name in options.platform):
         print(f"\n{platform}\n{summary(result)}")
-    if any(result["programs"]["wrong"] or result["missed"] for result in results.values()):
+    programs_of = [results[platform] for platform in options.platform]
+    if any(result["programs"]["wrong"] or result["missed"] for result in programs_of):
         raise SystemExit("compiled_proof: a program is wrong, or a wrong one is proved.")
+
+
+def of_model(name: str) -> dict[str, Any]:
+    """Return the verdict on the training step of a model with fsdp, and the CPU seconds of its proof."""
+    model, _, topology = name.partition("@")
+    report = compile_model(AuditOptions(model=model, topology=topology))
+    start = time.process_time()
+    proof = report.proof
+    return {
+        "mesh": {axis: size for axis, size in report.mesh_shape.items() if size > 1},
+        "instructions": proof.num_instructions,
+        "verdict": proof.verdict,
+        "unknown": [unknown._asdict() for unknown in proof.unknown],
+        "problem": None if proof.problem is None else proof.problem.missing,
+        "not_compared": proof.not_compared,
+        "proof_cpu_seconds": round(time.process_time() - start, 1),
+        "compile_seconds": round(report.compile_seconds, 1),
+    }
 
 
 def of_platform(corpus: list[Program], count: int, seed: int) -> Iterator[dict[str, Any]]:
@@ -95,12 +123,13 @@ def with_mutants(
     result: dict[str, Any],
 ) -> None:
     """Add the verdicts on mutants of a program to the counts of their kinds."""
+    text = synchronous(program.text)
     try:
-        judge = Judge(program.text, program.inputs)
+        judge = Judge(text, program.inputs)
     except CannotInterpretError as error:
         result["not_interpreted"].append(f"{program.name}: {error}"[:300])
         return
-    for mutant in mutants(program.text, count, seed + zlib.crc32(program.name.encode())):
+    for mutant in mutants(text, count, seed + zlib.crc32(program.name.encode())):
         change = judge.change(mutant.text)
         if change <= CHANGED:
             kinds[mutant.kind]["equivalent"] += 1

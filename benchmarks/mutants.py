@@ -17,6 +17,7 @@ from shardopt.hlo._collective import read_groups
 from shardopt.hlo._hlo_text import Instruction, Module, arrays, attributes, operands, parse
 from shardopt.hlo.proof._interpret import CannotInterpretError, Interpreter
 from shardopt.hlo.proof._interpret_shards import error_between, read_shape, tile_of_device
+from shardopt.hlo.proof._opened import opened
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 CHANGED = 1e-4
@@ -447,6 +448,20 @@ KINDS: dict[str, Kind] = {
     "the id of another device": other_device,
     "shift a table": shift_table,
 }
+
+
+def synchronous(text: str) -> str:
+    """Return the program without asynchronous instructions, so that mutations of a collective are one edit."""
+    module = parse(text)
+    changed = opened(module)
+    if changed == module:
+        return text
+    lines = [module.header]
+    for name, instructions in changed.computations.items():
+        lines += ["", f"{'ENTRY ' if name == module.entry else ''}%{name} {{"]
+        lines += [assign(i.name, i.shape, f"{i.opcode}({i.rest}", root=i.is_root) for i in instructions]
+        lines.append("}")
+    return "\n".join(lines) + "\n"
 
 
 def mutants(text: str, count: int, seed: int) -> Iterator[Mutant]:

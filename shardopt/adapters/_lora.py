@@ -164,14 +164,17 @@ class Lora:
 
         Raises:
           ModuleNotFoundError: if safetensors is not installed.
-          ValueError: if peft has no form for a weight: for example, if a tensor of the model joins several leaves.
+          ValueError: if peft has no form for a weight, such as those of experts.
+
+        A tensor that joins queries, keys and values has one A and one B in peft, and an A and a B for each here. If the A are
+        not equal, the module has the sum of their ranks in the files.
         """
         factors = {path: np.ascontiguousarray(gather_to_host(leaf)) for path, leaf in factors_of(params).items()}
         if model is None:
             return save_adapters(Path(folder), factors, self._settings(), params)
         modules = modules_of(model, _weights_of(factors))
         tensors = {name: tensor for module in modules for name, tensor in module.in_file(factors).items()}
-        settings = peft_config(self.rank, self.alpha, self.dropout, modules, model)
+        settings = peft_config(self.rank, self.alpha, self.dropout, tensors, modules, model)
         return save_adapters(Path(folder), tensors, settings, params)
 
     @calling("lora.load")
@@ -188,6 +191,8 @@ class Lora:
           FileNotFoundError: if the folder holds no adapters.
           ValueError: if the adapters were trained with other settings, on another base or on other weights. Files that peft
             wrote have no hash of their base.
+
+        Each of the weights that a tensor joins gets a copy of peft's A. In training the copies change apart.
         """
         folder = Path(folder)
         check_folder(folder)
@@ -195,14 +200,14 @@ class Lora:
         if model is None:
             check_settings(folder, self._settings())
             return with_factors(params, read_adapters(folder, {path: x.shape for path, x in factors.items()}, params))
-        check_peft_config(folder / CONFIG, self.rank, self.alpha)
-        modules, buffers = modules_of(model, _weights_of(factors)), {}
-        for path, leaf in factors.items():
-            buffers[path] = np.zeros(leaf.shape, leaf.dtype)
-        shapes = {name: tensor.shape for module in modules for name, tensor in module.in_file(buffers).items()}
+        modules = modules_of(model, _weights_of(factors))
+        buffers = {path: np.zeros(leaf.shape, leaf.dtype) for path, leaf in factors.items()}
+        shapes = check_peft_config(folder / CONFIG, self.rank, self.alpha, modules, buffers)
         tensors = read_adapters(folder, shapes, params)
-        for module in modules:
-            module.write_into(buffers, tensors)
+        if problems := [module.name for module in modules if not module.write_into(buffers, tensors)]:
+            problem = f"B of {plural(len(problems), 'module')} in {folder} changes more than the weights that have adapters here."
+            fix = "name all weights that the modules join in targets; with an A for each, B must be block-diagonal."
+            raise ValueError(error_text(problem, problems, fix))
         return with_factors(params, buffers)
 
     def _settings(self) -> dict[str, object]:

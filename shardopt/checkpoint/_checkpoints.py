@@ -41,7 +41,7 @@ from shardopt.core._types import PyTree
 from shardopt.runtime import _progress as progress
 from shardopt.step._optimizer import ShardedOptimizer
 
-_WHO = "Checkpoints"
+_CALLER = "Checkpoints"
 _REQUIRED: Any = object()
 """Marks an argument without a default, so that the error for a missing argument can explain it."""
 
@@ -81,7 +81,7 @@ class Checkpoints:
       ([2, 6, 8], 2, {'position': 8})
     """
 
-    @calling(_WHO)
+    @calling(_CALLER)
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -124,21 +124,21 @@ class Checkpoints:
         check_count("every", every)
         if keep is _REQUIRED:
             fix = "pass keep=3 for the newest three, or keep=None for all."
-            raise TypeError(format_error(_WHO, "keep must be given: older checkpoints are deleted by it.", fix=fix))
+            raise TypeError(format_error(_CALLER, "keep must be given: older checkpoints are deleted by it.", fix=fix))
         if keep is not None:
             check_count("keep", keep)
         if mode not in ("min", "max"):
-            raise ValueError(format_error(_WHO, f"mode must be 'min' or 'max', got {mode!r}."))
+            raise ValueError(format_error(_CALLER, f"mode must be 'min' or 'max', got {mode!r}."))
         if memory_every is not None:
             check_count("memory_every", memory_every)
         self.hash_only = compile_patterns(hash_only)
         self.memory_every = memory_every
-        self._memory = None if memory_every is None else MemoryWriter(_WHO)
+        self._memory = None if memory_every is None else MemoryWriter(_CALLER)
         self.directory = run_folder(directory)
         self.every, self.keep, self.best, self.mode, self.resume = every, keep, best, mode, resume
         self._pid, self._closed = os.getpid(), False
         self._pending: Future[None] | None = None
-        self._lock = RunLock(_WHO, self.directory)
+        self._lock = RunLock(_CALLER, self.directory)
         weakref.finalize(self, self._lock.release)
         on_primary_process(self._lock.acquire)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
@@ -183,7 +183,7 @@ class Checkpoints:
         """Rename the folder of a checkpoint to `<step>.damaged`: it does not count any more, and can be looked at."""
         on_primary_process(lambda: set_aside(self.directory, step))
 
-    @calling(_WHO)
+    @calling(_CALLER)
     def save(
         self,
         state: PyTree,
@@ -268,10 +268,10 @@ class Checkpoints:
         if read_errors:
             problem = f"the best step in {self.directory} by {self.best!r} cannot be determined."
             fix = "bring the file back from a copy, or delete the folder of its step."
-            raise DamagedCheckpointError(format_error(_WHO, problem, list(read_errors.values()), fix=fix))
+            raise DamagedCheckpointError(format_error(_CALLER, problem, list(read_errors.values()), fix=fix))
         return _best(values, self.mode)
 
-    @calling(_WHO)
+    @calling(_CALLER)
     def restore(
         self, target: ShardedOptimizer | PyTree, *, step: int | None = None, params: PyTree = None
     ) -> tuple[PyTree, dict[str, Json]]:
@@ -305,7 +305,7 @@ class Checkpoints:
     def _prepare(self, step: int) -> bool:
         """Make the folder ready for a step; return whether it had been deleted and was made again."""
         if self._closed:
-            raise CheckpointError(format_error(_WHO, "save was called after close.", fix="make a new Checkpoints."))
+            raise CheckpointError(format_error(_CALLER, "save was called after close.", fix="make a new Checkpoints."))
         for _ in range(_ATTEMPTS - 1):
             try:
                 return self._make_ready(step)
@@ -319,15 +319,15 @@ class Checkpoints:
             if was_deleted:
                 self._lock.acquire_again(step)
                 text = "%s: %s was deleted while the job ran. It is made again for step %d; checkpoints before it are gone."
-                _LOG.warning(text, _WHO, self.directory, step)
+                _LOG.warning(text, _CALLER, self.directory, step)
             if later_steps := [saved_step for saved_step in committed(self.directory) if saved_step > step]:
                 problem = f"step {step} cannot be saved: {self.directory} holds later ones ({', '.join(map(str, later_steps[-8:]))})."
                 fix = "delete them if the run was wound back on purpose, or choose another folder: two histories do not mix."
-                raise CheckpointError(format_error(_WHO, problem, fix=fix))
+                raise CheckpointError(format_error(_CALLER, problem, fix=fix))
             remove_stale(self.directory)
             check_writable(self.directory, step)
         except OSError as error:
-            raise write_error(_WHO, self.directory, step, error) from error
+            raise write_error(_CALLER, self.directory, step, error) from error
         return was_deleted
 
     def _commit_and_rotate(self, commit: Callable[[], None], step: int) -> None:
@@ -344,6 +344,14 @@ class Checkpoints:
             raise
         finally:
             progress.mark("", lane=progress.SAVING)
+
+
+def check_may_resume(caller: str, checkpoints: Checkpoints, step: int) -> None:
+    """Refuse a folder with a checkpoint of this step, unless `checkpoints.resume` is set."""
+    if not checkpoints.resume:
+        problem = f"{checkpoints.directory} already has checkpoints, the last of step {step}."
+        fix = "pass resume=True to so.Checkpoints to go on from there, or choose another folder."
+        raise ValueError(format_error(caller, problem, fix=fix))
 
 
 def surplus(steps: list[int], keep: int | None, best: int | None) -> list[int]:
@@ -374,18 +382,17 @@ def _rotate(directory: Path, step: int, *, keep: int | None, metric: str | None,
     for old_step in surplus(committed(directory), keep, _best(values, mode)):
         if old_step in read_errors:
             text = "%s: step %d in %s is kept, because it may be the best by %r: %s"
-            _LOG.warning(text, _WHO, old_step, directory, metric, read_errors[old_step])
+            _LOG.warning(text, _CALLER, old_step, directory, metric, read_errors[old_step])
             continue
         try:
             discard(directory, old_step)
         except OSError as error:
             problem = f"step {step} was written, but step {old_step} in {directory} could not be deleted ({error})."
-            raise CheckpointError(
-                format_error(_WHO, problem, fix="delete it, or give the job the right to.")
-            ) from error
+            fix = "delete it, or give the job the right to."
+            raise CheckpointError(format_error(_CALLER, problem, fix=fix)) from error
 
 
-@calling(_WHO)  # a thread writes, and then rotates
+@calling(_CALLER)  # a thread writes, and then rotates
 def _metrics(directory: Path, metric: str | None) -> tuple[dict[int, float], dict[int, str]]:
     """Return the metric by step, and the error by step for each record that cannot be read."""
     values: dict[int, float] = {}
@@ -396,7 +403,7 @@ def _metrics(directory: Path, metric: str | None) -> tuple[dict[int, float], dic
         try:
             values[step] = float(read_meta(step_folder(directory, step)).metrics.get(metric, math.nan))
         except CheckpointError as error:
-            read_errors[step] = str(error).partition("\n")[0].removeprefix(f"{_WHO}: ")
+            read_errors[step] = str(error).partition("\n")[0].removeprefix(f"{_CALLER}: ")
     return {step: value for step, value in values.items() if not math.isnan(value)}, read_errors
 
 

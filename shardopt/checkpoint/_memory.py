@@ -95,7 +95,7 @@ class MemoryWriter:
                 f"environment with {vault.ADDRESSES}; or leave memory_every out."
             )
             raise ValueError(format_error(caller, problem, fix=fix))
-        self._who, self._vaults, self._token = caller, addresses.split(","), os.environ[vault.TOKEN]
+        self._caller, self._vaults, self._token = caller, addresses.split(","), os.environ[vault.TOKEN]
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshots")
         self._pending: Future[None] | None = None
         self._unreachable: set[str] = set()
@@ -111,7 +111,7 @@ class MemoryWriter:
         """
         if self._pending is not None and wait([self._pending], _MAX_WAIT).not_done:
             text = "%s: the snapshot of step %d is left out: for %.0f s the one before could not be sent."
-            _LOG.warning(text, self._who, step, _MAX_WAIT)
+            _LOG.warning(text, self._caller, step, _MAX_WAIT)
             return
         self._pending = self._thread.submit(self._send, pack(state, step, extra, sums), step)
 
@@ -134,7 +134,7 @@ class MemoryWriter:
             pieces = self._read_pieces(candidate)
             snapshot, problem = assemble(pieces, abstract_state)
             if snapshot is None:
-                _LOG.warning("%s: the snapshot of step %d is not restored: %s.", self._who, candidate.step, problem)
+                _LOG.warning("%s: the snapshot of step %d is not restored: %s.", self._caller, candidate.step, problem)
             if all(json.loads(text) for text in exchange(json.dumps(snapshot is not None))):
                 assert snapshot is not None
                 return snapshot._replace(extra=json.loads(exchange(json.dumps(snapshot.extra))[0]))
@@ -159,7 +159,7 @@ class MemoryWriter:
             except (OSError, EOFError, AuthenticationError) as error:
                 text = "%s: the snapshot of step %d did not reach the host at %s (%s: %s); another holds it."
                 if address not in self._unreachable:  # warn once: the next snapshots will probably fail too
-                    _LOG.warning(text, self._who, step, address, type(error).__name__, error)
+                    _LOG.warning(text, self._caller, step, address, type(error).__name__, error)
                 self._unreachable.add(address)
 
     def _vault_pieces(self) -> list[tuple[str, int, int, str]]:

@@ -1,7 +1,6 @@
 """The two JSON files of a checkpoint: the record, `shardopt.json`, and the manifest, `MANIFEST.json`."""
 
 import hashlib
-import importlib.metadata
 import json
 import os
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from shardopt.checkpoint._store import Leaf, check_leaves, describe, dtype_of
 from shardopt.checkpoint._tree import Json, LeafPath, check_structure, describe_structure, leaves_by_path
 from shardopt.core._arguments import check_integer
 from shardopt.core._errors import CheckpointError, DamagedCheckpointError, error_text, format_error
+from shardopt.core._extras import version_of
 from shardopt.core._types import PyTree
 
 RECORD_NAME, MANIFEST_NAME = "shardopt.json", "MANIFEST.json"
@@ -114,7 +114,9 @@ def read_meta(folder: Path) -> Meta:
 def to_json(meta: Meta) -> dict[str, Json]:
     """Return the record as JSON, with the package versions that write it."""
     leaves = {"/".join(path): {"dtype": leaf.dtype, "shape": list(leaf.shape)} for path, leaf in meta.leaves.items()}
-    record = {"format": _RECORD_FORMAT, "versions": _versions()} | meta._asdict() | {"leaves": leaves}
+    # the version of shardopt is unknown if it runs from a source folder
+    versions = {name: version_of(name) or "unknown" for name in ("shardopt", "jax", "optax", "orbax-checkpoint")}
+    record = {"format": _RECORD_FORMAT, "versions": versions} | meta._asdict() | {"leaves": leaves}
     record["sums"] = None if meta.sums is None else {"/".join(path): text for path, text in meta.sums.items()}
     return record
 
@@ -278,13 +280,3 @@ def _as_numbers(metrics: Mapping[str, ArrayLike]) -> dict[str, float]:
         fix = "save scalars only, for instance jnp.mean of them."
         raise TypeError(format_error("checkpoint", "metrics must be numbers.", not_scalars, fix=fix))
     return {name: float(value) for name, value in values.items()}
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for package in ("shardopt", "jax", "optax", "orbax-checkpoint"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:  # run from a source folder
-            versions[package] = "unknown"
-    return versions

@@ -157,12 +157,9 @@ class RunLock:
             if lock is not None:
                 release_lock(lock)
             problem = f"{self.directory} cannot be written to ({type(error).__name__}: {error.strerror})."
-            disk_is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            fix = (
-                "make room there, or choose another folder."
-                if disk_is_full
-                else "choose a folder that you may write to."
-            )
+            fix = "choose a folder that you may write to."
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                fix = "make room there, or choose another folder."
             error_type = FilesGoneError if is_gone(error) else CheckpointError
             raise error_type(format_error(self.caller, problem, fix=fix)) from error
         self.release()

@@ -187,9 +187,8 @@ def keep(options: VaultOptions) -> None:
     """Run a vault until this process is ended."""
     if not os.environ.get(TOKEN):
         problem = f"{TOKEN} is not set: anybody could read the train state, or put another in its place."
-        raise ValueError(
-            format_error("vault", problem, fix=f"export {TOKEN}=$(openssl rand -hex 16), here and for the job.")
-        )
+        fix = f"export {TOKEN}=$(openssl rand -hex 16), here and for the job."
+        raise ValueError(format_error("vault", problem, fix=fix))
     keep_snapshots(options.port, os.environ[TOKEN])
 
 

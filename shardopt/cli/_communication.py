@@ -72,11 +72,9 @@ def measure(opt: so.ShardedOptimizer, state: so.TrainState, batch: PyTree) -> Tr
 def _silent_step(opt: so.ShardedOptimizer) -> int:
     """Return the number of a step without traffic between replicas, if there is such a step."""
     local_updates = opt.config.local_updates
-    return (
-        0
-        if local_updates is None
-        else local_updates.warmup_steps + local_updates.sync_every + (1 if local_updates.delay else 0)
-    )
+    if local_updates is None:
+        return 0
+    return local_updates.warmup_steps + local_updates.sync_every + bool(local_updates.delay)
 
 
 def _sync_steps(local_updates: SyncConfig) -> list[int]:

@@ -18,7 +18,9 @@ from shardopt.cli._communication import Traffic, describe, size, traffic_text
 from shardopt.cli._options import RunOptions, TrainOptions, TuneOptions
 from shardopt.cli._run_folder import CHECKPOINTS, CONFIG, CURVE, METRICS, NORMS, SCHEDULE
 from shardopt.core._errors import plural
+from shardopt.core._figures import new_figure
 from shardopt.data import Windows
+from shardopt.mesh import spec_axes
 from shardopt.pipeline import Schedule
 
 _COLOURS = {
@@ -151,9 +153,8 @@ def split_text(shape: tuple[int, ...], spec: PartitionSpec) -> Text:
     entries = list(spec) + [None] * (len(shape) - len(spec))
     parts = []
     for dim, entry in zip(shape, entries, strict=True):
-        axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
         part = Text(str(dim))
-        for axis in axes:
+        for axis in spec_axes((entry,)):
             part.append(f"/{axis}", style=_COLOURS.get(axis, "bold"))
         parts.append(part)
     return Text(" x ", style="dim").join(parts) if parts else Text("one number")
@@ -249,12 +250,7 @@ _BLUE, _ORANGE, _GREY = "#3b6ea8", "#d1495b", "#6b7280"
 
 def draw_curve(metrics: Sequence[dict[str, float]], path: Path, unit: str = "byte") -> None:
     """Draw training and validation loss over the steps as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    # pyplot would choose a backend for the process, so it is not used.
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8, 4.5, dpi=150)
     axes = figure.subplots()
     for name, label, style in (
         ("loss", "training", {"color": _BLUE, "linewidth": 1.4, "alpha": 0.85}),

@@ -215,9 +215,8 @@ def audit(options: AuditOptions) -> None:
         text, mesh_shape = options.program.read_text(), mesh_sizes(options.mesh) or None
         file_audit = so.audit(text, mesh=mesh_shape)
         if options.png is not None and options.hardware is None:
-            raise ValueError(
-                format_error("audit", "--png needs to know the chip.", fix="give --hardware, such as v5p.")
-            )
+            fix = "give --hardware, such as v5p."
+            raise ValueError(format_error("audit", "--png needs to know the chip.", fix=fix))
         step = so.planning.step_seconds(text, mesh=mesh_shape, hardware=options.hardware) if options.hardware else None
         json_report = to_json(file_audit) | {"flops": inner_product_flops(text)}
         json_report |= {} if step is None else {"step_seconds": step.to_json()}

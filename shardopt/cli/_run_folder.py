@@ -15,7 +15,7 @@ from shardopt.checkpoint._record import Meta, read_meta
 from shardopt.checkpoint._run_folder import committed, step_folder
 from shardopt.checkpoint._store import Leaf, describe, dtype_of
 from shardopt.checkpoint._tree import Json, LeafPath, leaves_by_path, nest, unescape
-from shardopt.cli._options import Options, RunOptions, TrainOptions, TuneOptions, from_json, to_json
+from shardopt.cli._options import Options, Run, RunOptions, TrainOptions, TuneOptions, from_json, to_json
 from shardopt.config._compression import CompressedOptState
 from shardopt.core._errors import calling, format_error, plural
 from shardopt.core._types import PyTree, TrainState, merge_replicas
@@ -44,6 +44,12 @@ def check_run_folder(options: RunOptions) -> None:
     if changes:
         problem = f"the run in {str(folder)!r} trains another model."
         raise ValueError(format_error("train", problem, changes, "leave these out, or choose another --run-dir."))
+
+
+def checkpoint_settings(run: Run) -> dict[str, Any]:
+    """Return the arguments of `so.Checkpoints` for a run: the last two and the best are kept."""
+    settings = {"directory": run.run_dir / CHECKPOINTS, "every": run.checkpoint_every, "keep": 2, "best": "val_loss"}
+    return settings | {"resume": run.resume, "memory_every": run.memory_every}
 
 
 def read_options(folder: Path, options_type: type[Options] = TrainOptions) -> Options:

@@ -1,12 +1,10 @@
 """Devices, mesh and strategy from the options of `shardopt train`; options that cannot be combined are refused."""
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import optax
 from jax.sharding import Mesh
 
@@ -16,11 +14,12 @@ from shardopt.cli._models import check_model, strategy_arguments
 from shardopt.cli._options import Pipeline, RunOptions, TrainOptions, changed_flags
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, error_text, format_error, plural
+from shardopt.core._types import Devices
 from shardopt.mesh import data_axes
 from shardopt.pipeline import Schedule
 from shardopt.pipeline._kinds import KINDS
+from shardopt.planning._layout import named_builder
 
-Devices = Sequence[jax.Device]
 _AXES = ("replica", "data", "tensor", "pipeline", "context", "expert")
 
 _MAX_DIGITS = 18
@@ -107,9 +106,8 @@ def check_layout(options: RunOptions, counts: Mapping[str, int | None]) -> None:
         problem = (
             f"{plural(len(hybrid_flags), 'option')} for --strategy hybrid; {device_options.strategy} was asked for."
         )
-        raise ValueError(
-            format_error("train", problem, hybrid_flags, "leave out what is listed, or choose --strategy hybrid.")
-        )
+        fix = "leave out what is listed, or choose --strategy hybrid."
+        raise ValueError(format_error("train", problem, hybrid_flags, fix))
     _check_gather_dtype(options)
     if not options.pipeline.regather and options.placement not in _GATHERING_PLACEMENTS:
         problem = f"--no-regather is for placements that gather weights; --placement {options.placement} does not."
@@ -140,10 +138,7 @@ def check_chunks(flag: str, schedule: str, chunks: int | None) -> None:
 
 def schedule_builder(name: str, chunks: int | None, *, send_ahead: bool = False) -> Callable[[int, int], Schedule]:
     """Return the function of `so.schedules` from stages and micro-batches to a schedule, with this many chunks."""
-    builder = getattr(so.schedules, name)
-    builder = (
-        functools.partial(builder, num_chunks=chunks or KINDS[name].chunks) if KINDS[name].takes_chunks else builder
-    )
+    builder = named_builder(name, chunks)
     return so.schedules.send_ahead(builder) if send_ahead else builder
 
 

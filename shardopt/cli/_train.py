@@ -16,7 +16,7 @@ from shardopt.cli._communication import Traffic, as_sent, measure
 from shardopt.cli._job import Job
 from shardopt.cli._models import TrainedModel, model_of
 from shardopt.cli._options import TrainOptions, make_optimizer
-from shardopt.cli._run_folder import CHECKPOINTS, ConvertingCheckpoints, check_run_folder
+from shardopt.cli._run_folder import ConvertingCheckpoints, check_run_folder, checkpoint_settings
 from shardopt.cli._strategy import check_strategy, fitted, make_base, make_strategy, mesh_of
 from shardopt.core._errors import calling
 from shardopt.core._extras import require
@@ -63,15 +63,9 @@ class _Setup(NamedTuple):
 
     def checkpoints(self) -> ConvertingCheckpoints:
         """Become the writer of the run's folder."""
-        options, run = self.options, self.options.run
         return ConvertingCheckpoints(
-            run.run_dir / CHECKPOINTS,
-            run.checkpoint_every,
-            2,
-            best="val_loss",
-            resume=run.resume,
-            memory_every=run.memory_every,
-            base=make_base(options, self.tx, self.mesh, self.model.block_model),
+            **checkpoint_settings(self.options.run),
+            base=make_base(self.options, self.tx, self.mesh, self.model.block_model),
             abstract_params=jax.eval_shape(self.model.init, jax.random.key(0)),
             say=lambda line: display.say(self.screen, line),
         )

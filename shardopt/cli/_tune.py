@@ -17,7 +17,7 @@ from shardopt.adapters._peft import linear_weights, modules_of
 from shardopt.cli import _display as display
 from shardopt.cli._job import Job
 from shardopt.cli._options import TuneOptions, changed_flags, make_optimizer
-from shardopt.cli._run_folder import CHECKPOINTS, check_run_folder
+from shardopt.cli._run_folder import check_run_folder, checkpoint_settings
 from shardopt.cli._strategy import check_layout, make_base, mesh_of
 from shardopt.core._arguments import check_number
 from shardopt.core._errors import calling, error_text, plural
@@ -132,15 +132,8 @@ def tune(options: TuneOptions) -> None:
 
     screen, num_bytes = display.open_screen(), training.data.stat().st_size
     _show(screen, options, opt, tuned, rows, learning_rate, steps)
-    checkpoints = so.Checkpoints(
-        run.run_dir / CHECKPOINTS,
-        run.checkpoint_every,
-        2,
-        best="val_loss",
-        resume=run.resume,
-        memory_every=run.memory_every,
-        hash_only=tuned.adapters.frozen if tuned.adapters else (),
-    )
+    hash_only = tuned.adapters.frozen if tuned.adapters else ()
+    checkpoints = so.Checkpoints(**checkpoint_settings(run), hash_only=hash_only)
     job = Job(options, opt, screen, num_bytes, steps)
     batches = rows.batches(options.model.length, training.batch_size, training.seed)
     start = lambda: tuned.start(opt, jax.random.key(training.seed))  # noqa: E731

@@ -5,7 +5,7 @@ outputs of the compiled programs (state, batch, metrics) live on the user's mesh
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from shardopt.config._axes import TABLE
 from shardopt.core._errors import error_text
 from shardopt.core._types import PyTree, Rules
-from shardopt.mesh import AXES
+from shardopt.mesh import AXES, on_mesh, spec_axes
 
 
 class Axes(NamedTuple):
@@ -70,19 +70,17 @@ class UserMesh(NamedTuple):
         """Return a spec of roles as a spec of the user's axes, without axes of size 1."""
         entries: list[str | tuple[str, ...] | None] = []
         for entry in spec:
-            roles = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-            named = tuple(axis for role in roles for axis in self._sharded_axes(role))
+            named = tuple(axis for role in spec_axes((entry,)) for axis in self._sharded_axes(role))
             entries.append(named[0] if len(named) == 1 else named or None)
         return PartitionSpec(*entries)
 
     def specs(self, specs: PyTree) -> PyTree:
         """Return a tree of specs of roles as specs of the user's axes."""
-        return jax.tree.map(self.spec, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        return jax.tree.map(self.spec, specs)
 
     def shardings(self, specs: PyTree) -> PyTree:
         """Return a tree of specs of roles as `NamedSharding` on the user's mesh."""
-        place = lambda spec: NamedSharding(self.mesh, self.spec(spec))  # noqa: E731
-        return jax.tree.map(place, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, self.spec(spec)), specs)
 
     def rules(self, rules: Rules) -> Rules:
         """Return rules that name the user's axes as rules that name roles."""
@@ -117,6 +115,13 @@ def on_auto_axes(sharding: Any) -> Any:
         return sharding
     assert isinstance(sharding.mesh, Mesh)
     return NamedSharding(UserMesh(sharding.mesh, {}).auto, sharding.spec)
+
+
+def on_auto_mesh(sharding: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function traced within the mesh of a sharding, with Auto axes; the function itself without a mesh."""
+    auto_sharding = on_auto_axes(sharding)
+    mesh = auto_sharding.mesh if isinstance(auto_sharding, NamedSharding) else None
+    return on_mesh(mesh, run) if isinstance(mesh, Mesh) else run
 
 
 def read_mesh(mesh: Mesh, names: Axes | None, *, pipelined: bool) -> tuple[Mesh, UserMesh]:

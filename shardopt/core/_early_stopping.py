@@ -108,9 +108,9 @@ def to_json(rule: EarlyStopping, state: StoppingState) -> dict[str, Any]:
     return {"metric": rule.metric, "mode": rule.mode, **state._asdict()}
 
 
-def from_json(rule: EarlyStopping, saved: Mapping[str, Any]) -> StoppingState | None:
-    """Return the state of a checkpoint, or None if it has another metric or mode."""
-    if (saved["metric"], saved["mode"]) != (rule.metric, rule.mode):
+def from_json(rule: EarlyStopping | None, saved: Mapping[str, Any] | None) -> StoppingState | None:
+    """Return the state of a checkpoint; None without a rule or a saved state, or if it has another metric or mode."""
+    if rule is None or saved is None or (saved["metric"], saved["mode"]) != (rule.metric, rule.mode):
         return None
     return StoppingState(saved["best"], saved["best_step"], saved["wait"])
 

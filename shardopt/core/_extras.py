@@ -1,5 +1,6 @@
 """Packages of shardopt's extras (`shardopt[plot]`): required when a function uses them, never at import."""
 
+import importlib.metadata
 import importlib.util
 
 from shardopt.core._errors import error_text
@@ -11,6 +12,14 @@ def is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # raised by import hooks that block a module
         return False
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of a package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def require(module: str, *, extra: str) -> None:

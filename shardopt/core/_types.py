@@ -12,6 +12,7 @@ from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 PyTree = Any
+Devices = Sequence[jax.Device]
 _Leaf = TypeVar("_Leaf")
 _State = TypeVar("_State")
 TreeDef = Any
@@ -214,6 +215,11 @@ def wide_dtype(dtype: DTypeLike) -> np.dtype:
     if jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize >= 4:
         return jnp.dtype(dtype)
     return jnp.dtype(jnp.float32)
+
+
+def wide_zeros(tree: PyTree) -> PyTree:
+    """Return zeros with the shapes of a tree, which may be abstract, in dtypes wide enough for sums."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, wide_dtype(leaf.dtype)), tree)
 
 
 def merge_replicas(stacked: jax.Array, axis: int = 0) -> jax.Array:

@@ -127,9 +127,8 @@ def open_corpus(path: str | os.PathLike | None = None) -> Corpus:
         root = Path(path)
         if not root.exists():
             problem = f"there is no file or folder {str(root)!r}."
-            raise FileNotFoundError(
-                format_error("data", problem, fix="check the path; without one, Python's own source is read.")
-            )
+            fix = "check the path; without one, Python's own source is read."
+            raise FileNotFoundError(format_error("data", problem, fix=fix))
         files = (
             [path for path in _walk(root, skip={"__pycache__"}) if not _is_binary(path)] if root.is_dir() else [root]
         )

@@ -68,7 +68,7 @@ def header_count(header: str, attribute: str) -> int:
 
 def operands(instruction: Instruction) -> list[str]:
     """Return the operand names. For a constant or parameter, return its literal."""
-    operand_text = _TUPLE_INDEX.sub("", instruction.rest[: _end_of(instruction.rest)])
+    operand_text = _TUPLE_INDEX.sub("", instruction.rest[: end_of(instruction.rest)])
     # an operand may carry its shape: `f32[8]{0} %x`
     return [part.split()[-1].lstrip("%") for part in split(operand_text) if part.strip()]
 
@@ -83,7 +83,7 @@ def attributes(instruction: Instruction) -> dict[str, str]:
     """Return the attributes after the operands as text, `{"channel_id": "1", ...}`."""
     values: dict[str, str] = {}
     previous_key = ""
-    for part in split(instruction.rest[_end_of(instruction.rest) + 1 :]):
+    for part in split(instruction.rest[end_of(instruction.rest) + 1 :]):
         key, equals, value = part.strip().partition("=")
         if not equals:
             continue
@@ -124,14 +124,14 @@ def _instruction(line: str) -> Instruction | None:
     if not (assignment := _ASSIGNMENT.match(line)):
         return None
     rest = assignment["rest"]
-    end = _end_of(rest[1:]) + 2 if rest.startswith("(") else rest.find(" ")
+    end = end_of(rest[1:]) + 2 if rest.startswith("(") else rest.find(" ")
     if not (opcode := _OPCODE.match(rest, end)):
         return None
     shape = _TUPLE_INDEX.sub("", rest[:end])
     return Instruction(assignment["name"], shape, opcode["opcode"], rest[opcode.end() :], bool(assignment["root"]))
 
 
-def _end_of(text: str) -> int:
+def end_of(text: str) -> int:
     """Return the index of the bracket that closes the one just before `text`."""
     depth = 1
     for token in _PUNCTUATION.finditer(text):

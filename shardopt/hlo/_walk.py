@@ -199,11 +199,11 @@ def unread_starts(module: Module) -> tuple[str, ...]:
         line.name
         for lines in module.computations.values()
         for line in lines
-        if line.opcode.endswith("-start") and _ON_SPARSE_CORE in line.rest and reaching.isdisjoint(callees(line))
+        if line.opcode.endswith("-start") and ON_SPARSE_CORE in line.rest and reaching.isdisjoint(callees(line))
     )
 
 
-_ON_SPARSE_CORE = 'async_execution_thread="sparsecore"'
+ON_SPARSE_CORE = 'async_execution_thread="sparsecore"'
 
 
 def _with_caller(module: Module, name: str, caller: Instruction, callee: str, site: CollectiveSite) -> CollectiveSite:

@@ -152,6 +152,10 @@ def batch_sum(x: PyTree) -> PyTree:
     return _reduce_rows(context, local_sum, global_sum, x)
 
 
+class RowsNotSeenError(ValueError):
+    """A loss asks for the rows of the whole batch, and it does not see them."""
+
+
 def row_context(config: StrategyConfig) -> RowContext:
     """Return the row context of a strategy's loss in the per-device view."""
     axes = config.axes
@@ -212,7 +216,7 @@ def _context(caller: str, x: PyTree) -> RowContext | None:
         refused = problem, "use micro_batches=1, or view='global'"
     if refused is not None:
         problem, fix = refused
-        raise ValueError(format_error(caller, f"{problem}, never the rows of the whole batch.", fix=f"{fix}."))
+        raise RowsNotSeenError(format_error(caller, f"{problem}, never the rows of the whole batch.", fix=f"{fix}."))
     return context
 
 

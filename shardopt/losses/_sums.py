@@ -9,7 +9,7 @@ from shardopt.collectives import BUCKET_BYTES, LeafWire, all_reduce, reduce_scat
 from shardopt.collectives._buckets import shards_of
 from shardopt.config._axes import AxisTable
 from shardopt.config._config import StrategyConfig, WireOptions
-from shardopt.core._types import Metric, PyTree, replaced, wide_dtype
+from shardopt.core._types import Metric, PyTree, replaced, wide_dtype, wide_zeros
 from shardopt.losses._batch_dims import cut_batch
 from shardopt.losses._metrics import adds_up, combined
 from shardopt.losses._parts import LossParts
@@ -64,7 +64,7 @@ def accumulate(
     micro_batches = leaves, numbers(count)
     grad_shapes, part_shapes = jax.eval_shape(run, *jax.tree.map(lambda x: x[0], micro_batches))
     weights = [sum_weights()] if isinstance(part_shapes.loss.weight, tuple) else []
-    zeros = constrain_sums([jnp.zeros(grad.shape, wide_dtype(grad.dtype)) for grad in grad_shapes])
+    zeros = constrain_sums(wide_zeros(grad_shapes))
     sums, parts = jax.lax.scan(body, zeros, micro_batches)
     return [total.astype(grad.dtype) for total, grad in zip(sums, grad_shapes, strict=True)], parts
 

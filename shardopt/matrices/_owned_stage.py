@@ -15,9 +15,9 @@ import numpy as np
 from shardopt.collectives import all_to_all
 from shardopt.config._config import StrategyConfig
 from shardopt.matrices._blockwise import match_variables
-from shardopt.matrices._owned_tasks import CutLeaves, OwnedStage, OwnedTask, Transfer, closed_part, owner_axes
+from shardopt.matrices._owned_tasks import CutLeaves, OwnedStage, OwnedTask, Transfer, owner_axes
 from shardopt.mesh import spec_axes
-from shardopt.trace._parts import Trace
+from shardopt.trace._parts import Trace, jaxpr_of_part
 
 Buffers = dict[np.dtype, jax.Array]
 UnitFunction = Callable[..., list[jax.Array]]
@@ -282,7 +282,8 @@ def _unit_functions(stage: OwnedStage, tasks: Sequence[OwnedTask], retrace: Retr
             [new_variables[owned_task.cut][var] for var in variables]
             for variables in (owned_task.input_vars, owned_task.output_vars)
         )
-        part = closed_part(new_traces[owned_task.cut], owned_task.task.equations, inputs, outputs)
+        task_trace = new_traces[owned_task.cut]
+        part = jaxpr_of_part(task_trace, owned_task.task.equations, inputs, outputs).replace(constvars=[])
         return lambda *args: jax.core.eval_jaxpr(part, (), *args)
 
     return [function(owned_task) for owned_task in tasks]

@@ -10,63 +10,37 @@ from shardopt.models._rope import Rope
 
 NEUTRAL = frozenset(
     [
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "_name_or_path",
-        "_sliding_window_pattern",
-        "architectures",
-        "auto_map",
-        "cache_implementation",
-        "dtype",
-        "gradient_checkpointing",
-        "id2label",
-        "initializer_range",
-        "is_decoder",
-        "label2id",
-        "model_type",
-        "n_ctx",
-        "pretraining_tp",
-        "return_dict",
-        "task_specific_params",
-        "torch_dtype",
-        "transformers_version",
-        "unsloth_fixed",
-        "unsloth_version",
-        "use_cache",
-        "use_mamba_kernels",
-        "use_mrope",
-        "attention_dropout",
-        "attn_pdrop",
-        "embd_pdrop",
-        "embedding_dropout",
-        "hidden_dropout",
-        "resid_pdrop",
-        "residual_dropout",
-        "summary_first_dropout",
-        "summary_activation",
-        "summary_proj_to_labels",
-        "summary_type",
-        "summary_use_proj",
-        "aux_loss_alpha",
-        "router_aux_loss_coef",
-        "router_z_loss_coef",
-        "seq_aux",
-        "ep_size",
+        *("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version", "tokenizer_class"),
+        *("_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "_sliding_window_pattern"),
+        *("unsloth_fixed", "unsloth_version", "pretraining_tp", "ep_size", "use_mamba_kernels", "use_mrope"),
+        *("cache_implementation", "use_cache", "return_dict", "gradient_checkpointing", "initializer_range"),
+        *("id2label", "label2id", "is_decoder", "task_specific_params", "n_ctx", "n_special", "output_past"),
+        *("embedding_initializer_range", "max_sequence_length", "model_max_length", "predict_special_tokens"),
+        *("summary_activation", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
+        *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),  # softmax is in float32 here
+        *("aux_loss_alpha", "router_aux_loss_coef", "router_z_loss_coef", "seq_aux"),  # losses that are off
     ]
 )
-"""Fields that do not change the logits, next to those that end in "_token_id": the form of the file, losses that are off, and dropout, which the decoder has not."""
+"""Fields that do not change the logits."""
 
-_OFF = frozenset(
-    [
-        "add_cross_attention",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "router_jitter_noise",
-        "torchscript",
-    ]
-)
-"""Fields that must be off: absent, null, false or 0."""
+_NEUTRAL_ENDS = ("_token_id", "_dropout", "_dropout_prob", "_pdrop")
+"""The ends of names of further such fields; the decoder has no dropout."""
+
+
+_OF_ANY_KIND = frozenset(["sliding_window_pattern"])
+"""Fields that may have several kinds of values."""
+
+
+def _kind(value: Any) -> str:
+    kinds = {
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        str: "a text",
+        list: "a list",
+        dict: "an object",
+    }
+    return kinds.get(type(value), "null")
 
 
 class Fields:
@@ -78,17 +52,42 @@ class Fields:
         self.problems: list[str] = []
 
     def __getitem__(self, name: str) -> Any:
-        """Return a field, or the default of the family."""
+        """Return a field, or the default of the family; a field of another kind than the default is a problem."""
         self._read.add(name)
-        return self._values.get(name, self._defaults.get(name))
+        default = self._defaults.get(name)
+        value = self._values.get(name, default)
+        if value is None or default is None or name in _OF_ANY_KIND or _kind(value) == _kind(default):
+            return value
+        self.problems.append(f"{name} is {value!r}, must be {_kind(default)}")
+        return default
 
     def size(self, name: str) -> int:
         """Return a field that must be a positive integer."""
         value = self[name]
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        if _kind(value) == "a number" and isinstance(value, int) and value > 0:
             return value
         self.problems.append(f"{name} is {value!r}, must be a positive integer")
         return 1
+
+    def optional_size(self, name: str) -> int | None:
+        """Return a field that must be a positive integer or null."""
+        return None if self[name] is None else self.size(name)
+
+    def number(self, name: str) -> float:
+        """Return a field that must be a positive number."""
+        value = self[name]
+        if _kind(value) == "a number" and value > 0:
+            return value
+        self.problems.append(f"{name} is {value!r}, must be a positive number")
+        return 1.0
+
+    def record(self, name: str) -> dict[str, Any]:
+        """Return a field that must be an object or null."""
+        value = self[name] or {}
+        if isinstance(value, dict):
+            return value
+        self.problems.append(f"{name} is {value!r}, must be an object")
+        return {}
 
     def require(self, name: str, *allowed: Any) -> None:
         """Refuse a field unless it has an allowed value."""
@@ -107,16 +106,14 @@ class Fields:
         self._read.update(names)
 
     def unread_problems(self) -> list[str]:
-        """Return a problem for each field that was not read and may ask for something."""
-        unread = {
-            name: value
-            for name, value in self._values.items()
-            if name not in self._read | NEUTRAL and not name.endswith("_token_id")
-        }
+        """Return a problem for each field that was not read and asks for something: it is neither null nor false."""
         return [
             f"{name} is {value!r}, which the decoder does not know"
-            for name, value in unread.items()
-            if value is not None and not (name in _OFF and not value)
+            for name, value in self._values.items()
+            if name not in self._read | NEUTRAL
+            and not name.endswith(_NEUTRAL_ENDS)
+            and value is not None
+            and value is not False
         ]
 
     def rope(self, head_dim: int, group: str | None = None, **changes: Any) -> Rope:
@@ -127,9 +124,9 @@ class Fields:
           group: the entry of "rope_parameters" for blocks of one type, if it has entries by type.
           changes: fields of the old form that blocks of this type have differently.
         """
-        old, new = changes.get("rope_scaling", self["rope_scaling"]) or {}, self["rope_parameters"] or {}
-        if old and "rope_parameters" not in self._values:
-            new = {}  # the default of a family, which the old form replaces as a whole
+        old, new = changes.get("rope_scaling", self.record("rope_scaling")), self.record("rope_parameters")
+        if old and not ("rope_parameters" in self._values and _is_grouped(new)):
+            new = {}  # the old form replaces the new one as a whole, unless that has groups
         scaling = dict(new.get(group) or {} if group in new else {} if _is_grouped(new) else new) | dict(old)
         kind = scaling.pop("rope_type", scaling.pop("type", "default"))
         scaling.pop("type", None)
@@ -146,9 +143,14 @@ class Fields:
             self.problems.append(f"rope_type is {kind!r}, must be one of {', '.join(map(repr, _KINDS))}")
             return Rope()
         try:
-            values = make(scaling, self)
+            base, values = float(base), make(scaling, self)
         except KeyError as error:
             self.problems.append(f"rope_scaling has no {error.args[0]!r}, which {kind!r} needs")
+            return Rope()
+        except (TypeError, ValueError):
+            self.problems.append(
+                f"rope_scaling is {dict(new) | dict(old)}, and has no numbers where {kind!r} needs them"
+            )
             return Rope()
         self.problems += [
             f"rope_scaling.{name} is {value!r}, which {kind!r} does not know"
@@ -159,7 +161,7 @@ class Fields:
             if len(values.get(name, ())) not in (0, (dims or head_dim) // 2):
                 number = f"{len(values[name])} numbers, must be {(dims or head_dim) // 2}"
                 self.problems.append(f"rope_scaling.{name}_factor has {number}")
-        return Rope(base=float(base), dims=dims, interleaved=interleaved, **values)
+        return Rope(base=base, dims=dims, interleaved=interleaved, **values)
 
     def kinds(
         self, types: Sequence[str] | None, window: int | None, rope_of: Callable[[str], Rope | None]
@@ -180,6 +182,8 @@ def check_fields(folder: object, fields: Fields) -> None:
     Raises:
       ValueError: if there is a problem.
     """
+    fields.require("is_causal", None, True)  # the only field of all models that asks for something when it is false
+    fields.require("router_jitter_noise", None, 0.0)
     if problems := fields.problems + fields.unread_problems():
         raise ValueError(
             error_text(

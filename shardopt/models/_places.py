@@ -10,7 +10,7 @@ import numpy as np
 from shardopt.core._errors import error_text
 from shardopt.models import decoder
 from shardopt.models._decoder_config import DecoderConfig
-from shardopt.models._families import Family
+from shardopt.models._family import Family
 
 _PRODUCTS = frozenset(("q", "k", "v", "kv", "q_down", "kv_down", "gate", "up", "down", "out", "kernel", "shared_gate"))
 
@@ -52,6 +52,11 @@ class Place(NamedTuple):
             return tensor[:, self.start : last].reshape(*inputs, *outputs)
         view = tensor[self.start : last].reshape(*outputs, *inputs)
         return view.transpose(*range(len(outputs), view.ndim), *range(len(outputs)))
+
+    def of_outputs(self, matrix: np.ndarray) -> np.ndarray:
+        """Return the view [columns, *outputs of the leaf] of a matrix [outputs of the tensor, columns]."""
+        shape = (matrix.shape[1], *self.shape[_num_inputs(self.leaf) :])
+        return self._replace(leaf="", shape=shape, transposed=True).of(matrix)
 
 
 def places_of(config: DecoderConfig, family: Family) -> dict[str, list[Place]]:

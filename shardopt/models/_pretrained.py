@@ -18,12 +18,12 @@ from jax.typing import DTypeLike
 from shardopt.checkpoint._store import barrier
 from shardopt.core._block_model import BlockModel
 from shardopt.core._block_remat import Remat
-from shardopt.core._errors import calling, error_text
+from shardopt.core._errors import calling, error_text, plural
 from shardopt.core._types import PyTree, TrainState, leaves_with_paths
 from shardopt.models import decoder
 from shardopt.models._decoder_config import DecoderConfig
+from shardopt.models._families import FAMILIES, UNFIT
 from shardopt.models._fields import Fields, check_fields
-from shardopt.models._other_families import FAMILIES, UNFIT
 from shardopt.models._places import Place, check_tensors, is_ignored, places_of, tensor_shape
 from shardopt.models._quantized_files import Quantized, join_quantized, read_quantization
 from shardopt.models._tensor_files import Part, Tensor, header_of, read_header
@@ -292,7 +292,7 @@ def from_pretrained(
     example, is in the code of a model alone. Name the `family` if you know that the mathematics is the same.
     """
     folder = Path(folder)
-    hf_config = json.loads((folder / _CONFIG).read_text())
+    hf_config = _read_object(folder / _CONFIG)
     name = hf_config.get("model_type") if family is None else family
     if name not in FAMILIES:
         problem = f"{folder} has model_type {name!r}, which is none of {', '.join(FAMILIES)}."
@@ -303,7 +303,7 @@ def from_pretrained(
         raise ValueError(error_text(problem, fix=fix))
     fields = Fields(hf_config, FAMILIES[name].defaults)
     if family is None:
-        fields.require("architectures", None, [FAMILIES[name].architecture])
+        fields.require("architectures", None, *([architecture] for architecture in FAMILIES[name].architecture.split()))
     config_fields, quantization = FAMILIES[name].read(fields), read_quantization(fields)
     check_fields(folder, fields)
     config = DecoderConfig(**config_fields)
@@ -316,17 +316,35 @@ def from_pretrained(
     if not any(tensor.startswith(FAMILIES[name].optional) for tensor in tensors):
         tensors = {FAMILIES[name].optional + tensor: entry for tensor, entry in tensors.items()}
     check_tensors(folder, {tensor: entry.shape for tensor, entry in tensors.items()}, places)
-    stored = tensors[next(iter(places))].dtype if param_dtype is None else param_dtype
+    dtypes = {tensor: tensors[tensor].dtype for tensor in places}  # other numbers than floats are refused here
+    stored = dtypes[next(iter(places))] if param_dtype is None else param_dtype
     config = dataclasses.replace(config, param_dtype=stored, dtype=dtype, loss_chunk=loss_chunk)
     return Pretrained(folder, config, decoder.model(config, remat=remat), name, hf_config, tensors, param_dtype)
 
 
+def _read_object(path: Path) -> dict[str, Any]:
+    """Return the object of a JSON file."""
+    if not path.exists():
+        fix = "give a folder of Hugging Face, with config.json and safetensors."
+        raise FileNotFoundError(error_text(f"{path.parent} has no {path.name}.", fix=fix))
+    try:
+        content = json.loads(path.read_text())
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError(error_text(f"{path} holds no JSON object.", fix="download the file again."))
+    return content
+
+
 def _weight_files(folder: Path) -> list[Path]:
-    if not (folder / _INDEX).exists():
-        return [folder / _WEIGHTS]
-    names = sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))
+    names = [_WEIGHTS]
+    if (folder / _INDEX).exists():
+        names = sorted(set((_read_object(folder / _INDEX).get("weight_map") or {}).values()))
     if outside := [name for name in names if Path(name).name != name]:
         raise ValueError(error_text(f"{folder / _INDEX} names files outside of the folder.", outside))
+    if missing := [name for name in names if not (folder / name).exists()]:
+        fix = "download the folder again, with its safetensors."
+        raise FileNotFoundError(error_text(f"{folder} lacks {plural(len(missing), 'file')} of weights.", missing, fix))
     return [folder / name for name in names]
 
 

@@ -14,8 +14,9 @@ from jaxtyping import Array, Float, Int
 
 from shardopt.mesh import device_kind_or_default
 from shardopt.nn._flash import NAME, TILE, Keys, Marks, Queries, Rule, State, delta_of, finish, sink_gradient
-from shardopt.nn._splash_backward import LANES
+from shardopt.nn._kernel_tiles import LANES, vmem
 from shardopt.nn._splash_backward import gradients as backward
+from shardopt.nn._splash_forward import attend, heads_of_step
 
 
 def splash_attention(
@@ -109,9 +110,11 @@ def _run_kernel(
     rule: Rule,
 ) -> tuple[Float[Array, "B H T V"], Float[Array, "B H T"]]:
     """Return the mixed values for scores query key^T, and the logarithm of the sum of their exponentials."""
+    H, T = query.shape[1:3]
+    if heads_of_step(query.shape, key.shape, value.shape[3], value.dtype, vmem()):
+        return attend(query, key, value, query_segments, key_segments, rule)
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    H, T = query.shape[1:3]
     block = math.gcd(T, TILE)
     mask: Any = splash.CausalMask((T, T)) if rule.causal else splash.FullMask((T, T))
     if rule.window is not None:

@@ -1,7 +1,7 @@
 """The gradients of splash attention by one Pallas kernel for TPU, which computes the scores of a tile once.
 
 jax has two backward kernels, and each computes scores and their gradients: seven products a tile. This kernel needs five.
-It holds the gradients of a head's queries, keys and values in VMEM while it goes through all tiles. On other devices it
+It holds the gradients of some heads' queries, and of their keys and values, in VMEM while it goes through all tiles. On other devices it
 runs interpreted, for tests.
 
 Suffixes: B sequences, H heads of queries, G heads of keys and values, T positions, K width of a head, V of its values.
@@ -20,10 +20,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from shardopt.mesh import device_kind_or_default
-from shardopt.nn._flash import HIDDEN, TILE, Keys, Marks, Queries, Rule, capped
+from shardopt.nn._flash import TILE, Keys, Marks, Queries, Rule, capped
+from shardopt.nn._kernel_tiles import LANES, divisors, hide, padded, product, vmem
 
-LANES = 128
-"""The kernel needs tiles of a multiple of so many positions, and pads heads to a multiple of it."""
 Sums = tuple[Array, Array, Array]
 
 
@@ -34,19 +33,17 @@ def gradients(
 
     It computes `flash.gradients` with scores query key^T: queries are scaled. Queries and keys begin at the same position, so
     the positions of marks are not read. T is a multiple of 128. If the gradients of all rows do not fit into VMEM, it works on pieces of rows. With heads of 128 in half precision
-    this happens beyond 10,752 rows; a piece has about 4096.
+    this happens beyond 12,288 rows on v5p; a piece has about 4096. As many heads of queries as fit share a step, up to four.
     """
     queries = queries._replace(marks=Marks(None, queries.marks.segments))
     keys = keys._replace(marks=Marks(None, keys.marks.segments))
-    T, K, V = *queries.query.shape[2:], keys.value.shape[3]
-    block = math.gcd(T, TILE)
-    padded_width = lambda width: -(-width // LANES) * LANES  # noqa: E731
-    width = padded_width(K) + padded_width(K) + padded_width(V)  # of dQ, dK and dV
-    # per row: the sums in float32, and two output buffers. A third of VMEM is left for input buffers and tiles.
-    blocks_that_fit = lambda dtype: max(2 * _vmem() // 3 // (width * (4 + 2 * np.dtype(dtype).itemsize)) // block, 1)  # noqa: E731
-    if blocks_that_fit(dtype) * block >= T:
-        return _piece_gradients(queries, keys, rule, 0, block, dtype)
-    piece_size = block * max(count for count in range(1, blocks_that_fit(jnp.float32) + 1) if T // block % count == 0)
+    T, block = queries.query.shape[2], math.gcd(queries.query.shape[2], TILE)
+    most_heads = functools.partial(heads_of_step, queries.query.shape, keys.key.shape, keys.value.shape[3])
+    if heads := most_heads(T, dtype, vmem()) or (block == T):
+        return _piece_gradients(queries, keys, rule, 0, block, int(heads), dtype)
+    sizes = [size for size in range(block, T, block) if T % size == 0]
+    piece_size = max(size for size in sizes if size == block or most_heads(size, jnp.float32, vmem()))
+    heads = max(most_heads(piece_size, jnp.float32, vmem()), 1)
     pairs_by_mask: dict[tuple[Rule, int], list[tuple[int, int]]] = {}  # pairs of pieces that have the same mask
     for query_lead in range(piece_size - T, T, piece_size):
         if _tiles(piece_size, query_lead, block, rule):
@@ -62,13 +59,34 @@ def gradients(
             i, j = pair
             query_piece = jax.tree.map(lambda x: _slice_positions(x, i, piece_size), queries)
             key_piece = jax.tree.map(lambda x: _slice_positions(x, j, piece_size), keys)
-            piece_gradients = _piece_gradients(query_piece, key_piece, mask, query_lead, block, jnp.float32)
+            piece_gradients = _piece_gradients(query_piece, key_piece, mask, query_lead, block, heads, jnp.float32)
             dq, dk, dv = (_add_at(x, start, y) for x, start, y in zip(sums, (i, j, j), piece_gradients, strict=True))
             return (dq, dk, dv), None
 
         sums = lax.scan(add_piece, sums, jnp.asarray(pairs, jnp.int32))[0]
     dq, dk, dv = (x.astype(dtype) for x in sums)
     return dq, dk, dv
+
+
+def heads_of_step(
+    query: tuple[int, ...], key: tuple[int, ...], value_width: int, length: int, dtype: DTypeLike, memory: int
+) -> int:
+    """Return how many heads of queries share a step; 0 if not even the gradients of one head fit into VMEM.
+
+    They are sums in float32 and two output buffers. A head has a tile as well.
+
+    Args:
+      query: the shape of queries, [B, H, T, K].
+      key: the shape of keys, [B, G, T, K].
+      value_width: V.
+      length: positions of a piece.
+      dtype: of gradients.
+      memory: bytes of VMEM.
+    """
+    row = length * (4 + 2 * np.dtype(dtype).itemsize)
+    keys = row * (padded(query[3]) + padded(value_width))
+    head = row * padded(query[3]) + 14 * math.gcd(query[2], TILE) ** 2
+    return max((count for count in divisors(query[1] // key[1]) if keys + count * head <= 5 * memory // 6), default=0)
 
 
 def _slice_positions(x: Array, start: Array, piece: int) -> Array:
@@ -99,7 +117,7 @@ def _tiles(T: int, query_lead: int, block: int, rule: Rule) -> list[tuple[int, i
 
 
 def _piece_gradients(
-    queries: Queries, keys: Keys, rule: Rule, query_lead: int, block: int, dtype: DTypeLike
+    queries: Queries, keys: Keys, rule: Rule, query_lead: int, block: int, heads: int, dtype: DTypeLike
 ) -> tuple[Array, Array, Array]:
     from jax.experimental import pallas as pl  # imported late, since the import takes long
     from jax.experimental.pallas import tpu as pltpu
@@ -108,10 +126,10 @@ def _piece_gradients(
     R, tiles = H // G, _tiles(T, query_lead, block, rule)
     # index maps get the grid indices, then the query block and the key block of each tile
     query_spec = lambda width: pl.BlockSpec(  # noqa: E731
-        (None, None, block, width), lambda b, g, r, t, i, _: (b, g * R + r, i[t], 0)
+        (None, heads, block, width), lambda b, g, r, t, i, _: (b, g * (R // heads) + r, i[t], 0)
     )
     key_spec = lambda width: pl.BlockSpec((None, None, block, width), lambda b, g, r, t, _, j: (b, g, j[t], 0))  # noqa: E731
-    row_spec = pl.BlockSpec((None, None, 1, block), lambda b, g, r, t, i, _: (b, g * R + r, 0, i[t]))
+    row_spec = pl.BlockSpec((None, heads, 1, block), lambda b, g, r, t, i, _: (b, g * (R // heads) + r, 0, i[t]))
     inputs = [
         queries.query,
         queries.d_out,
@@ -127,23 +145,23 @@ def _piece_gradients(
             pl.BlockSpec((None, 1, block), lambda b, g, r, t, i, _: (b, 0, i[t])),
             pl.BlockSpec((None, block, LANES), lambda b, g, r, t, _, j: (b, j[t], 0)),
         ]
-    head_index = lambda b, g, r, *_: (b, g * R + r, 0, 0)  # noqa: E731
+    head_index = lambda b, g, r, *_: (b, g * (R // heads) + r, 0, 0)  # noqa: E731
     group_index = lambda b, g, *_: (b, g, 0, 0)  # noqa: E731
-    outputs = [(H, T, K, head_index), (G, T, K, group_index), (G, T, V, group_index)]
-    out_shape = [jax.ShapeDtypeStruct((B, *shape), dtype) for *shape, _ in outputs]
+    outputs = [(heads, T, K, head_index), (None, T, K, group_index), (None, T, V, group_index)]
+    out_shape = [jax.ShapeDtypeStruct((B, *shape), dtype) for shape in ((H, T, K), (G, T, K), (G, T, V))]
     products = 2 * block**2 * len(tiles) * B * H
     kernel = pl.pallas_call(
         functools.partial(_add_tile, rule=rule, block=block, query_lead=query_lead),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(B, G, R, len(tiles)),
+            grid=(B, G, R // heads, len(tiles)),
             in_specs=in_specs,
-            out_specs=[pl.BlockSpec((None, None, length, width), index_map) for _, length, width, index_map in outputs],
-            scratch_shapes=[pltpu.VMEM((length, width), jnp.float32) for _, length, width, _ in outputs],
+            out_specs=[pl.BlockSpec((None, *shape), index_map) for *shape, index_map in outputs],
+            scratch_shapes=[pltpu.VMEM([n for n in shape if n], jnp.float32) for *shape, _ in outputs],
         ),
         out_shape=out_shape,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=_vmem()
+            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=vmem()
         ),
         cost_estimate=pl.CostEstimate(
             flops=products * (3 * K + 2 * V),
@@ -159,37 +177,33 @@ def _piece_gradients(
 
 
 def _add_tile(query_blocks: Any, key_blocks: Any, *refs: Any, rule: Rule, block: int, query_lead: int) -> None:
-    """Add the gradients of one tile; scores and weights are [keys, queries], so numbers per query are rows."""
+    """Add the gradients of one tile; scores and weights are [keys, queries of the heads], so numbers per query are rows."""
     from jax.experimental import pallas as pl
 
     query, d_out, logsumexp, delta, key, value, *segments = (ref[...] for ref in refs[:-6])
     out, (dq, dk, dv) = refs[-6:-3], refs[-3:]
+    heads = query.shape[0]  # columns of a tile are the queries of all heads
+    query, d_out = (x.reshape(heads * block, -1) for x in (query, d_out))
+    logsumexp, delta = (jnp.concatenate([x[h] for h in range(heads)], axis=1) for x in (logsumexp, delta))
     head, tile = pl.program_id(2), pl.program_id(3)
     last_tile = pl.num_programs(3) - 1
     pl.when(tile == 0)(lambda: _clear(dq))
     pl.when((tile == 0) & (head == 0))(lambda: _clear(dk, dv))
-    scores = capped(_product(key, query, 1, 1), rule.softcap)
+    scores = capped(product(key, query, 1, 1), rule.softcap)
     # of the scores before the cap: tanh' = 1 - tanh^2
     slope = None if rule.softcap is None else 1 - jnp.square(scores / rule.softcap)
-    # position of the query minus position of the key
-    gap = query_lead + (query_blocks[tile] - key_blocks[tile]) * block + _iota(1, block) - _iota(0, block)
-    masks = []
-    if rule.causal:
-        masks.append(gap >= 0)
-    if rule.window is not None:
-        masks.append(gap < rule.window)
-    if segments:
-        query_segments, key_segments = segments
-        masks.append(query_segments == key_segments[:, :1])
-    if masks:
-        scores = jnp.where(functools.reduce(jnp.logical_and, masks), scores, HIDDEN)
+    lead = query_lead + (query_blocks[tile] - key_blocks[tile]) * block
+    same_segment = segments[0] == segments[1][:, :1] if segments else None
+    by_head = [slice(h * block, (h + 1) * block) for h in range(heads)]
+    scores = jnp.concatenate([hide(scores[:, part], lead, 1, same_segment, rule) for part in by_head], axis=1)
     weights = jnp.exp(scores - logsumexp)
-    d_scores = weights * (_product(value, d_out, 1, 1) - delta)
+    d_scores = weights * (product(value, d_out, 1, 1) - delta)
     d_scores = (d_scores if slope is None else d_scores * slope).astype(query.dtype)
     query_rows, key_rows = pl.ds(query_blocks[tile] * block, block), pl.ds(key_blocks[tile] * block, block)
-    dv[key_rows] += _product(weights.astype(d_out.dtype), d_out, 1, 0)
-    dk[key_rows] += _product(d_scores, query, 1, 0)
-    dq[query_rows] += _product(d_scores, key, 0, 0)
+    dv[key_rows] += product(weights.astype(d_out.dtype), d_out, 1, 0)
+    dk[key_rows] += product(d_scores, query, 1, 0)
+    for h, part in enumerate(by_head):
+        dq[h, query_rows] += product(d_scores[:, part], key, 0, 0)
     pl.when(tile == last_tile)(lambda: _copy((dq,), out[:1]))
     pl.when((tile == last_tile) & (head == pl.num_programs(2) - 1))(lambda: _copy((dk, dv), out[1:]))
 
@@ -202,16 +216,3 @@ def _clear(*refs: Any) -> None:
 def _copy(sources: Sequence[Any], targets: Sequence[Any]) -> None:
     for source, target in zip(sources, targets, strict=True):
         target[...] = source[...].astype(target.dtype)
-
-
-def _product(a: Array, b: Array, dim_a: int, dim_b: int) -> Array:
-    return lax.dot_general(a, b, (((dim_a,), (dim_b,)), ((), ())), preferred_element_type=jnp.float32)
-
-
-def _iota(dim: int, block: int) -> Array:
-    return lax.broadcasted_iota(jnp.int32, (block, block), dim)
-
-
-def _vmem() -> int:
-    """Return how many bytes of VMEM the kernel may use: a core has 64 MiB or more, and 16 MiB up to TPU v4."""
-    return 16 * 2**20 if device_kind_or_default() in ("TPU v2", "TPU v3", "TPU v4") else 48 * 2**20

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from shardopt.core._errors import calling
-from shardopt.core._types import PyTree, wide_dtype
+from shardopt.core._types import PyTree, wide_dtype, wide_zeros
 from shardopt.optimizers import _sides as sides
 from shardopt.optimizers._inverse_root import inverse_root
 from shardopt.optimizers._matrices import Matrices
@@ -134,16 +134,14 @@ class _Shampoo(NamedTuple):
     @calling(CALLER)
     def init(self, params: PyTree) -> ShampooState:
         leaves, treedef = jax.tree.flatten(params)
-        zeros = lambda: treedef.unflatten([jnp.zeros(leaf.shape, wide_dtype(leaf.dtype)) for leaf in leaves])  # noqa: E731
         leaf_matrices = sides.matrices_of(self.matrices, params)
         moments, roots = (
             [sides.zero_sides(*args, self.max_dim) for args in zip(leaves, leaf_matrices, strict=True)]
             for _ in range(2)
         )
-        nu = zeros() if self.graft == "adam" else None
-        return ShampooState(
-            jnp.zeros((), jnp.int32), zeros(), nu, *sides.as_trees(treedef, moments), *sides.as_trees(treedef, roots)
-        )
+        nu = wide_zeros(params) if self.graft == "adam" else None
+        side_trees = (*sides.as_trees(treedef, moments), *sides.as_trees(treedef, roots))
+        return ShampooState(jnp.zeros((), jnp.int32), wide_zeros(params), nu, *side_trees)
 
     @calling(CALLER)
     def update(self, updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, ShampooState]:

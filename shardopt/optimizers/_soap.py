@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from shardopt.core._errors import calling
-from shardopt.core._types import PyTree, wide_dtype
+from shardopt.core._types import PyTree, wide_dtype, wide_zeros
 from shardopt.optimizers import _sides as sides
 from shardopt.optimizers._inverse_root import product
 from shardopt.optimizers._matrices import Matrices
@@ -126,14 +126,13 @@ def _scale_by_soap(
     @calling(CALLER)
     def init(params):
         leaves, treedef = jax.tree.flatten(params)
-        zeros = lambda: treedef.unflatten([jnp.zeros(leaf.shape, wide_dtype(leaf.dtype)) for leaf in leaves])  # noqa: E731
         leaf_matrices = sides.matrices_of(matrices, params)
         moments, bases = (
             [sides.zero_sides(*args, max_dim) for args in zip(leaves, leaf_matrices, strict=True)] for _ in range(2)
         )
         bases = [(_identity_like(left), _identity_like(right)) for left, right in bases]
         side_trees = (*sides.as_trees(treedef, moments), *sides.as_trees(treedef, bases))
-        return SoapState(jnp.zeros((), jnp.int32), zeros(), zeros(), *side_trees)
+        return SoapState(jnp.zeros((), jnp.int32), wide_zeros(params), wide_zeros(params), *side_trees)
 
     @calling(CALLER)
     def update(updates, state, params=None):

@@ -127,11 +127,8 @@ def async_sgd(
     devices = [] if on_ray or servers == 1 else [mesh.devices.flat[0] for mesh in meshes]
     settings = ServerSettings(max_staleness, rule, nonfinite, reducer, servers, devices)
     spec = sgd_spec(CALLER, tx, loss_fn, worker_devices, settings, sparse=check_sparse(sparse))
-    if on_ray:
-        restarts = int(max_restarts)
-        spec = spec._replace(
-            backend="ray", devices=worker_devices, address=address, max_restarts=restarts, hang_timeout=hang_timeout
-        )
+    ray_options = {"address": address, "max_restarts": int(max_restarts), "hang_timeout": hang_timeout}
+    spec = spec._replace(backend=backend, devices=worker_devices if on_ray else (), **ray_options)
     return AsyncOptimizer(spec, spec.make_server(donate=True), meshes, tx, max_staleness, rule)
 
 

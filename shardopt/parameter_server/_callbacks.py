@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from shardopt.checkpoint._checkpoints import Checkpoints
+from shardopt.checkpoint._checkpoints import Checkpoints, check_may_resume
 from shardopt.core import _early_stopping as stopping
 from shardopt.core._arguments import check_count, check_flag
 from shardopt.core._early_stopping import EarlyStopping, StoppingState
@@ -77,14 +77,10 @@ class Callbacks:
         checkpoints = self.checkpoints
         if checkpoints is None or (step := checkpoints.latest()) is None:
             return None
-        if not checkpoints.resume:
-            problem = f"{checkpoints.directory} already has checkpoints, the last of step {step}."
-            fix = "pass resume=True to so.Checkpoints to go on from there, or choose another folder."
-            raise ValueError(format_error(self.caller, problem, fix=fix))
+        check_may_resume(self.caller, checkpoints, step)
         snapshot = load_snapshot(self.caller, checkpoints, server, params, step)
         saved_state = snapshot.record.get("early_stopping")
-        if self.early_stopping is not None and saved_state is not None:
-            self.stopping_state = stopping.from_json(self.early_stopping, saved_state) or StoppingState()
+        self.stopping_state = stopping.from_json(self.early_stopping, saved_state) or StoppingState()
         return snapshot
 
     def watch(self, coordinator: Coordinator) -> None:
@@ -119,10 +115,8 @@ class Callbacks:
         """Return the metrics of the result: the version of the restored checkpoint, the evaluations and the best one."""
         metrics: dict[str, object] = {"resumed_from": self.resumed_from}
         if self.policy.evaluate_every is not None:
-            metrics["evaluations"], metrics["best"] = (
-                self.evaluations,
-                stopping.best(self.early_stopping, self.stopping_state),
-            )
+            metrics["evaluations"] = self.evaluations
+            metrics["best"] = stopping.best(self.early_stopping, self.stopping_state)
         return metrics
 
     def _save(self, snapshot: RunSnapshot) -> None:

@@ -116,9 +116,8 @@ def join(clock: Clock, worker: int) -> Clock:
     check_count("worker", worker, minimum=0)
     if worker in clock.steps:
         problem = f"worker {worker} cannot join: it is there already, at clock {clock.steps[worker]}."
-        raise ValueError(
-            format_error(CALLER, problem, fix="let it leave first, or give the newcomer a number of its own.")
-        )
+        fix = "let it leave first, or give the newcomer a number of its own."
+        raise ValueError(format_error(CALLER, problem, fix=fix))
     first_step = clock.slowest
     return clock._replace(
         steps=clock.steps.put(worker, first_step),

@@ -82,6 +82,7 @@ class FragmentPlan(NamedTuple):
 
 
 take_fragment = jax.jit(FragmentPlan.take, static_argnums=(0, 2))
+"""`take_fragment(plan, params, number)`, compiled."""
 put_fragment = jax.jit(FragmentPlan.put, static_argnums=(0, 2))
 
 

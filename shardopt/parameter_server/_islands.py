@@ -14,7 +14,7 @@ from shardopt.core._errors import error_text, format_error
 from shardopt.core._types import Metric, PyTree, TrainState, Weighted, wide_dtype
 from shardopt.local_updates._build import check_delay_and_mix
 from shardopt.losses._metrics import combined
-from shardopt.parameter_server._fragments import Fragment, FragmentPlan
+from shardopt.parameter_server._fragments import Fragment, FragmentPlan, put_fragment, take_fragment
 from shardopt.parameter_server._run import Compute
 from shardopt.parameter_server._updates import Update, finiteness
 from shardopt.parameter_server._worker import Streams, WorkerCompressors, to_device
@@ -77,8 +77,6 @@ class Island:
         self.state: TrainState | None = None
         self.base: PyTree = None
         self.step_metrics: list[StepMetrics] = []
-        self._take = jax.jit(streaming.fragments.take, static_argnums=1)
-        self._put = jax.jit(streaming.fragments.put, static_argnums=1)
         self._mix: Callable[..., PyTree] | None = None
 
     def leave(self) -> None:
@@ -105,8 +103,9 @@ class Island:
         """Mix a fragment of the server's parameters into the island's; `params` is this fragment, or all parameters."""
         assert self.state is not None
         assert self._mix is not None
-        fragment = params.tree if isinstance(params, Fragment) else self._take(params, number)
-        self.base = self._put(self.base, number, jax.device_put(fragment, self.device))
+        plan = self._streaming.fragments
+        fragment = params.tree if isinstance(params, Fragment) else take_fragment(plan, params, number)
+        self.base = put_fragment(plan, self.base, number, jax.device_put(fragment, self.device))
         leaves, treedef = jax.tree.flatten(self.state.params)
         placed = map(self._placed, treedef.flatten_up_to(fragment), leaves)
         self.state = self.state._replace(params=self._mix(self.state.params, number, treedef.unflatten(placed)))
@@ -118,15 +117,16 @@ class Island:
           ValueError: if leaves that are not trained have changed: they are not pushed, so each island would have others.
         """
         assert self.state is not None
+        plan = self._streaming.fragments
         frozen = FragmentPlan(1, stacked=False, frozen=tuple(self.opt.config.layout.frozen)).untrained
-        end = self._take(self.state.params, number), frozen(self.state.params)
+        end = take_fragment(plan, self.state.params, number), frozen(self.state.params)
         (end, end_frozen), step_metrics = jax.device_put(gather_to_local_device((end, self.step_metrics)), self.device)
         if changed := [path for path, leaf in frozen(self.base).items() if not jnp.array_equal(leaf, end_frozen[path])]:
             problem = "loss_fn returns so.Updated, for which islands have no common value."
             fix = "train such leaves with ddp, zero, fsdp or diloco."
             raise ValueError(format_error("async_local_sgd", problem, changed, fix))
         self.step_metrics = []
-        return self._take(self.base, number), end, step_metrics
+        return take_fragment(plan, self.base, number), end, step_metrics
 
     def _placed(self, leaf: jax.Array | np.ndarray | None, island_leaf: jax.Array) -> jax.Array | None:
         """Return a leaf placed like the island's; a slice of a stacked leaf on all devices of the island."""

@@ -59,7 +59,7 @@ class Event(NamedTuple):
 
 
 FORMAT = 1
-_COLUMNS = ("kind", "worker", "clock", "version", "pulled", "staleness", "time", "waited")
+_COLUMNS = Event._fields
 
 
 Header = Mapping[str, Any]
@@ -84,36 +84,31 @@ class Log:
 
     def __init__(self, header: Header):
         self.header = dict(header)
-        self._integers = tuple(array("q") for _ in range(6))
-        self._times, self._waits = array("d"), array("d")
+        self._columns = tuple(array(kind) for kind in "qqqqqqdd")  # integers, and the two times as floats
 
     def append(self, event: Event) -> None:
         """Add an event at the end."""
-        values = (KINDS.index(event.kind), *event[1:6])
-        for column, value in zip(self._integers, values, strict=True):
+        for column, value in zip(self._columns, (KINDS.index(event.kind), *event[1:]), strict=True):
             column.append(value)
-        self._times.append(event.time)
-        self._waits.append(event.waited)
 
     def columns(self) -> dict[str, np.ndarray]:
         """Return a copy of the events as arrays, one for each field of `Event`; kinds are numbers."""
-        values = (*self._integers, self._times, self._waits)
-        return {name: np.array(value) for name, value in zip(_COLUMNS, values, strict=True)}
+        return {name: np.array(column) for name, column in zip(_COLUMNS, self._columns, strict=True)}
 
     @classmethod
     def from_columns(cls, header: Header, columns: Mapping[str, np.ndarray]) -> "Log":
         """Return the log that has these `columns`."""
         log = cls(header)
-        for name, column in zip(_COLUMNS, (*log._integers, log._times, log._waits), strict=True):
+        for name, column in zip(_COLUMNS, log._columns, strict=True):
             column.frombytes(np.ascontiguousarray(columns[name], column.typecode).tobytes())
         return log
 
     def __len__(self) -> int:
-        return len(self._times)
+        return len(self._columns[0])
 
     def __getitem__(self, index: int) -> Event:
-        kind, worker, clock, version, pulled, behind = (column[index] for column in self._integers)
-        return Event(KINDS[kind], worker, clock, version, pulled, behind, self._times[index], self._waits[index])
+        kind, *values = (column[index] for column in self._columns)
+        return Event(KINDS[kind], *values)
 
     def __iter__(self) -> Iterator[Event]:
         return (self[index] for index in range(len(self)))
@@ -121,8 +116,7 @@ class Log:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Log):
             return NotImplemented
-        contents, other_contents = ((log.header, log._integers, log._times, log._waits) for log in (self, other))
-        return contents == other_contents
+        return (self.header, self._columns) == (other.header, other._columns)
 
     __hash__ = None  # type: ignore[assignment]  # a log is mutable
 

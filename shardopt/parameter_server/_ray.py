@@ -64,7 +64,7 @@ _LOG = logging.getLogger(__name__)
 def run_on_ray(spec: RunSpec, job: Job, callbacks: Callbacks) -> AsyncResult:
     """Train on Ray; when this returns, all processes of the run have ended."""
     Streams(spec.caller, job.batches_of)  # checks `batches_of`
-    with cluster(spec.caller, spec.address, spec.num_workers * spec.hosts + _num_server_processes(spec)):
+    with cluster(spec.caller, spec.address, spec.num_processes):
         job = job._replace(params=jax.device_put(job.params))
         snapshot = callbacks.load_latest(spec.make_server(donate=False), job.params)
         callbacks.resumed_from = callbacks.saved_version = None if snapshot is None else int(snapshot.state.step)
@@ -82,17 +82,12 @@ def run_on_ray(spec: RunSpec, job: Job, callbacks: Callbacks) -> AsyncResult:
                 log.save(job.log_path)
 
 
-def _num_server_processes(spec: RunSpec) -> int:
-    """Return the number of processes of several servers; a single server is in the coordinator's process."""
-    return spec.servers if spec.servers > 1 else 0
-
-
 _CONNECT_SECONDS = 5.0
 """Seconds that an address may take to answer; Ray itself would try for minutes."""
 
 
 @contextlib.contextmanager
-def cluster(caller: str, address: str | None, num_workers: int) -> Iterator[None]:
+def cluster(caller: str, address: str | None, num_processes: int) -> Iterator[None]:
     """Connect Ray: to the current cluster, to an address, or to a local Ray that ends with the run."""
     if ray.is_initialized():
         connected_address = ray.get_runtime_context().gcs_address
@@ -102,7 +97,7 @@ def cluster(caller: str, address: str | None, num_workers: int) -> Iterator[None
         yield
         return
     if address is None:
-        options = {"num_cpus": num_workers + 1, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        options = {"num_cpus": num_processes, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
         with warnings.catch_warnings():
             # JAX warns of forks, but the processes that Ray forks load another program at once.
             warnings.filterwarnings("ignore", message="os.fork", category=RuntimeWarning)
@@ -128,17 +123,16 @@ def _connect(caller: str, address: str) -> None:
         raise ConnectionError(format_error(caller, problem, fix=fix)) from error
 
 
-def check_capacity(caller: str, num_workers: int, servers: int = 1, hosts: int = 1) -> None:
+def check_capacity(spec: RunSpec) -> None:
     """Refuse a cluster with too few CPUs, on which some processes would never start."""
     available_cpus = ray.cluster_resources().get("CPU", 0)
-    needed_cpus = num_workers * hosts + 1 + (servers if servers > 1 else 0)
-    if available_cpus < needed_cpus:
-        server_text = "a server" if servers == 1 else f"{servers} servers and their coordinator"
-        hosts_text = "" if hosts == 1 else f" of {hosts} processes each"
-        needs = f"{num_workers} workers{hosts_text} and {server_text} need {needed_cpus} CPUs"
+    if available_cpus < spec.num_processes:
+        server_text = "a server" if spec.servers == 1 else f"{spec.servers} servers and their coordinator"
+        hosts_text = "" if spec.hosts == 1 else f" of {spec.hosts} processes each"
+        needs = f"{spec.num_workers} workers{hosts_text} and {server_text} need {spec.num_processes} CPUs"
         problem = f"{needs}, and the Ray cluster has {available_cpus:g}."
         fix = "start it with more (ray.init(num_cpus=...)), or use fewer workers."
-        raise ValueError(format_error(caller, problem, fix=fix))
+        raise ValueError(format_error(spec.caller, problem, fix=fix))
 
 
 _LULL_SECONDS = 10.0
@@ -153,7 +147,7 @@ class RayDriver:
     """The caller's handle of the processes of a run."""
 
     def __init__(self, spec: RunSpec, job: Job, callbacks: Callbacks):
-        check_capacity(spec.caller, spec.num_workers, spec.servers, spec.hosts)
+        check_capacity(spec)
         self.token = secrets.token_hex()
         self.spec, self.job, self.callbacks = spec, job, callbacks
         self.settings = settings_values()
@@ -182,12 +176,8 @@ class RayDriver:
             self.restart_server()
         end_reason, with_snapshot = self.call("end_reason"), self.callbacks.checkpoints is not None
         all_died = end_reason == "exhausted" and not self.alive
-        metrics = {
-            "killed": self.killed,
-            "hung": self.hung,
-            "lost_updates": self.lost_updates,
-            **self.callbacks.metrics(),
-        }
+        metrics = {"killed": self.killed, "hung": self.hung, "lost_updates": self.lost_updates}
+        metrics |= self.callbacks.metrics()
         result, last_snapshot = ray.get(self.server.finish.remote(metrics, with_snapshot))
         self.callbacks.finish(last_snapshot)
         if all_died:
@@ -386,11 +376,10 @@ class RayDriver:
 
     def is_server_alive(self) -> bool:
         """Return whether the server answers."""
-        try:
+        with contextlib.suppress(RayActorError):
             self.call("end_reason")
             return True
-        except RayActorError:
-            return False
+        return False
 
 
 def programs_of(make_server: MakeServer) -> Programs | None:

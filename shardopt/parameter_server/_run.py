@@ -90,6 +90,11 @@ class RunSpec(NamedTuple):
     hosts: int = 1
     hang_timeout: float | None = None
 
+    @property
+    def num_processes(self) -> int:
+        """The number of processes on Ray, one CPU each; a single server is in the coordinator's process."""
+        return self.num_workers * self.hosts + 1 + (self.servers if self.servers > 1 else 0)
+
     def settings(self, key: np.ndarray) -> Header:
         """Return the settings of the workers that the log records, with this random key data."""
         return {"rng": key.tolist(), **self.header}

@@ -12,21 +12,15 @@ import optax
 from shardopt.config._check import check_optimizer
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, format_error
-from shardopt.core._types import PyTree
+from shardopt.core._types import Devices, PyTree
 from shardopt.parameter_server import _clock as clocks
 from shardopt.parameter_server._apply import Programs
 from shardopt.parameter_server._clock import Clock, PersistentMap
 from shardopt.parameter_server._fragments import FragmentPlan
 from shardopt.parameter_server._log import Event
 from shardopt.parameter_server._mathematics import Mathematics, OneServer, copy_states
-from shardopt.parameter_server._sharded import Devices, LocalServers
-from shardopt.parameter_server._updates import (
-    NO_WEIGHT,
-    NonFiniteUpdateError,
-    Update,
-    check_params,
-    faults,
-)
+from shardopt.parameter_server._sharded import LocalServers
+from shardopt.parameter_server._updates import NO_WEIGHT, NonFiniteUpdateError, Update, check_params, faults
 from shardopt.parameter_server.rules import Rule, plain
 from shardopt.reducers import Reducer, compressor
 
@@ -143,9 +137,8 @@ class Server:
             raise ValueError(format_error(CALLER, problem, fix="push first, or let it leave and join again."))
         if not clocks.may_start(state.clock, worker):
             problem = f"worker {worker} cannot start step {step}: the slowest is at {state.clock.slowest}"
-            raise ValueError(
-                format_error(CALLER, f"{problem}, and max_staleness={self.max_staleness}.", fix="ask may_pull first.")
-            )
+            fix = "ask may_pull first."
+            raise ValueError(format_error(CALLER, f"{problem}, and max_staleness={self.max_staleness}.", fix=fix))
         is_needed = self.rule.uses_pulled and self.max_staleness != 0 and self.mathematics is not None
         pulled = Pulled(state.version, staleness, state.params if is_needed else None)
         event = Event("pull", worker, step, state.version, state.version, staleness)
@@ -162,9 +155,8 @@ class Server:
             problem = (
                 f"worker {worker} pushes for version {pulled_version} at its step {step}, but has pulled {pulled_text}."
             )
-            raise ValueError(
-                format_error(CALLER, problem, fix="push once for each pull, with the version of its event.")
-            )
+            fix = "push once for each pull, with the version of its event."
+            raise ValueError(format_error(CALLER, problem, fix=fix))
         refused = self._is_refused(state, worker, step, update)
         state = state._replace(working=state.working.drop(worker), clock=clocks.tick(state.clock, worker))
         if not refused and self.max_staleness == 0:
@@ -328,9 +320,8 @@ def make_server(
     rule = plain() if rule is None else rule
     if not isinstance(rule, Rule):
         problem = f"rule must be a Rule or None, got {type(rule).__name__}."
-        raise TypeError(
-            format_error(CALLER, problem, fix="call one of parameter_server.rules, such as rules.dc_asgd().")
-        )
+        fix = "call one of parameter_server.rules, such as rules.dc_asgd()."
+        raise TypeError(format_error(CALLER, problem, fix=fix))
     try:
         json.dumps(dict(rule.config))
     except TypeError:

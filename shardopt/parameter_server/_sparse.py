@@ -1,5 +1,6 @@
 """Sparse leaves, where a step changes few rows: only these rows are pushed, and only these are updated."""
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeGuard
@@ -139,10 +140,8 @@ def restrict_to_rows(tx: optax.GradientTransformation, run: Callable[..., Any]) 
         _check_by_row(run, (params, states, pushes), owners, row_indices)
         leaf_indices = [*jax.tree.leaves(row_indices), np.zeros(0, np.int32)]
         state_indices = jax.tree.unflatten(jax.tree.structure(opt_state), [leaf_indices[owner] for owner in owners])
-        param_rows, state_rows = (
-            jax.tree.map(_take_rows, params, row_indices),
-            jax.tree.map(_take_rows, opt_state, state_indices),
-        )
+        param_rows = jax.tree.map(_take_rows, params, row_indices)
+        state_rows = jax.tree.map(_take_rows, opt_state, state_indices)
         if pushes.pulled is not None:
             pushes = pushes._replace(pulled=jax.tree.map(_take_rows, pushes.pulled, row_indices))
         result = run(param_rows, (state_rows, rule_state), pushes)
@@ -194,14 +193,11 @@ def _check_by_row(run: Callable[..., Any], args: tuple[Any, ...], state_owners: 
     all_counts = [
         leaf.shape[0] if i != DENSE else 0 for i, leaf in zip(param_owners, jax.tree.leaves(params), strict=True)
     ]
-    some_counts: list[
-        int
-    ] = []  # each differs from the counts of other leaves, so that rows of two leaves are not mixed
+    # each differs from the counts of other leaves, so that rows of two leaves are not mixed
+    some_counts: list[int] = []
     for indices, all_count in zip(jax.tree.leaves(row_indices), all_counts, strict=True):
         taken = {*some_counts, all_count}
-        some_counts.append(
-            next(n for n in range(indices.shape[0], indices.shape[0] + len(taken) + 1) if n not in taken)
-        )
+        some_counts.append(next(n for n in itertools.count(indices.shape[0]) if n not in taken))
     owners: list[int] = [*param_owners, *state_owners]
     zeros = [None] * len(owners)
     for _, *loss_and_metrics in pushes.pushed:
@@ -229,12 +225,8 @@ def _check_by_row(run: Callable[..., Any], args: tuple[Any, ...], state_owners: 
         problem = "the optimizer or the rule cannot be traced for some rows of a sparse leaf."
         raise ValueError(format_error(CALLER, problem, [str(error).split("\n")[0]], FIX)) from error
     mixing_operations = frozenset[str]()
-    for label, a, b in zip(
-        compare(all_rows, some_rows, labels, LeafSplit(by_rows=True)),
-        all_rows.out_avals,
-        some_rows.out_avals,
-        strict=True,
-    ):
+    result_labels = compare(all_rows, some_rows, labels, LeafSplit(by_rows=True))
+    for label, a, b in zip(result_labels, all_rows.out_avals, some_rows.out_avals, strict=True):
         if label.kind != (SAME if a.shape == b.shape else ELEMENT):
             mixing_operations |= label.primitives or {SHAPE}
     if mixing_operations:

@@ -130,15 +130,12 @@ def check_update(update: Update | None, trained_params: PyTree, worker: int, mes
     if has_rows(update.grads):
         update = update._replace(grads=_dense_shapes(update.grads, trained_params, worker))
     if jax.tree.structure(update.grads) != jax.tree.structure(trained_params):
-        pushed_paths, trained_paths = (
-            {path for path, _ in leaves_with_paths(tree)} for tree in (update.grads, trained_params)
-        )
+        pushed_paths, trained_paths = (dict(leaves_with_paths(x)).keys() for x in (update.grads, trained_params))
         offenders = [f"{path}: pushed, but not a trained parameter" for path in sorted(pushed_paths - trained_paths)]
         offenders += [f"{path}: missing" for path in sorted(trained_paths - pushed_paths)]
         problem = f"the push of worker {worker} has another structure than the trained parameters."
-        raise ValueError(
-            format_error(CALLER, problem, offenders, "push the gradient of the parameters that were pulled.")
-        )
+        fix = "push the gradient of the parameters that were pulled."
+        raise ValueError(format_error(CALLER, problem, offenders, fix))
     pairs = zip(leaves_with_paths(update.grads), jax.tree.leaves(trained_params), strict=True)
     misfits = [
         f"{path}: {_leaf_type(grad)}, the parameter is {_leaf_type(leaf)}"
@@ -148,9 +145,8 @@ def check_update(update: Update | None, trained_params: PyTree, worker: int, mes
     if misfits:
         verb = f"do{'es' if len(misfits) == 1 else ''} not fit"
         problem = f"{plural(len(misfits), 'leaf')} of the push of worker {worker} {verb}."
-        raise ValueError(
-            format_error(CALLER, problem, misfits, "push gradients of the parameters' own shapes and dtypes.")
-        )
+        fix = "push gradients of the parameters' own shapes and dtypes."
+        raise ValueError(format_error(CALLER, problem, misfits, fix))
     return pushed
 
 

@@ -306,9 +306,8 @@ def _program(config: StrategyConfig) -> Callable[..., Update]:
         grads, parts = jax.grad(loss_total, has_aux=True)(trained(params))
         if parts.updates:
             problem = "loss_fn returns so.Updated, for which asynchronous workers have no common value."
-            raise ValueError(
-                format_error(caller, problem, [*parts.updates], "train such leaves with ddp, zero or fsdp.")
-            )
+            fix = "train such leaves with ddp, zero or fsdp."
+            raise ValueError(format_error(caller, problem, [*parts.updates], fix))
         if config.mesh.size > 1:
             replicated = jax.tree.map(lambda _: PartitionSpec(), (grads, parts))
             grads, parts = jax.lax.with_sharding_constraint((grads, parts), replicated)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from shardopt.core._arguments import check_count, check_number
 from shardopt.core._errors import calling, error_text
-from shardopt.core._types import PyTree, wide_dtype
+from shardopt.core._types import PyTree, wide_zeros
 
 __all__ = [
     "Rule",
@@ -170,9 +170,6 @@ def dc_asgd_adaptive(strength: float = 2.0, decay: float = 0.95, eps: float = 1e
     check_number("decay", decay, below=1.0)
     check_number("eps", eps, positive=True)
 
-    def init(params: PyTree) -> PyTree:
-        return jax.tree.map(lambda w: jnp.zeros(w.shape, wide_dtype(w.dtype)), params)
-
     def gradient(grads, state, *, params, pulled, delay):
         mean_square = jax.tree.map(lambda m, g: decay * m + (1 - decay) * jnp.square(g.astype(m.dtype)), state, grads)
 
@@ -182,7 +179,7 @@ def dc_asgd_adaptive(strength: float = 2.0, decay: float = 0.95, eps: float = 1e
         return jax.tree.map(correct, grads, params, pulled, mean_square), mean_square
 
     config = {"strength": float(strength), "decay": float(decay), "eps": float(eps)}
-    return Rule("dc_asgd_adaptive", config, init=init, gradient=gradient, uses_pulled=True)
+    return Rule("dc_asgd_adaptive", config, init=wide_zeros, gradient=gradient, uses_pulled=True)
 
 
 class DelayedNesterovState(NamedTuple):
@@ -243,8 +240,7 @@ def delayed_nesterov(every: int, momentum: float = 0.9, activation: float = 0.0)
         raise ValueError(error_text(f"activation must be at most 1/every = {1 / every:g}, got {activation}."))
 
     def init(params: PyTree) -> DelayedNesterovState:
-        zeros = lambda: jax.tree.map(lambda w: jnp.zeros(w.shape, wide_dtype(w.dtype)), params)  # noqa: E731
-        return DelayedNesterovState(zeros(), zeros(), jnp.zeros((), jnp.int32))
+        return DelayedNesterovState(wide_zeros(params), wide_zeros(params), jnp.zeros((), jnp.int32))
 
     def gradient(grads, state, *, params, pulled, delay):
         is_nth = state.count == every - 1

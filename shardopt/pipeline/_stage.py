@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.core._types import PyTree, wide_dtype
+from shardopt.core._types import PyTree, wide_dtype, wide_zeros
 from shardopt.hlo._walk import ONE_TURN
 from shardopt.pipeline._cut import Counts, first_blocks, is_even
 from shardopt.pipeline._messages import (
@@ -240,7 +240,7 @@ def _zero_sums(stage: Stage) -> Sums:
     _, outer, parts = jax.eval_shape(stage.fns.loss_grads, jnp.int32(0), stage.x)
     return Sums(
         blocks=[jnp.zeros((stage.weights[0].shape[0], *leaf.shape), wide_dtype(leaf.dtype)) for leaf in dw],
-        outer=[jnp.zeros(leaf.shape, wide_dtype(leaf.dtype)) for leaf in outer],
+        outer=wide_zeros(outer),
         parts=jax.tree.map(lambda leaf: jnp.zeros((stage.schedule.num_micro_batches, *leaf.shape), leaf.dtype), parts),
     )
 

@@ -262,7 +262,7 @@ def _unmatched(
 ) -> tuple[str, ...]:
     operations = programs[name].operations
     others = sorted(
-        ((module, math.fsum(x.seconds for x in found.operations.values())) for module, found in programs.items()),
+        ((module, math.fsum(x.seconds for x in other.operations.values())) for module, other in programs.items()),
         key=lambda pair: -pair[1],
     )
     return (

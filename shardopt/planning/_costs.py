@@ -187,8 +187,8 @@ def _exchange_bytes(placed: PlacedModel, rows: float) -> tuple[float, float] | N
 
 
 def _over_replica(placed: PlacedModel) -> Transfer:
-    size = placed.itemsize * placed.elements.total(_gradient_shards(placed))
-    return Transfer("all-reduce", "replica", "gradients", size, 1)
+    num_shards = placed.layout.shards.size if placed.shards.opt_state else 1  # gradients are scattered before
+    return Transfer("all-reduce", "replica", "gradients", placed.itemsize * placed.elements.total(num_shards), 1)
 
 
 def _over_pipeline(placed: PlacedModel, boundary: float) -> list[Transfer]:
@@ -216,8 +216,7 @@ def _over_context(placed: PlacedModel, rows: float) -> list[Transfer]:
         return []
     keys, queries = 2 * attention.keys * rows / layout.tensor, 2 * attention.queries * rows / layout.tensor
     gradients, calls = keys * _FP32_BYTES / placed.workload.itemsize, placed.num_blocks * layout.micro_batches
-    is_saved = isinstance(layout.remat, str) and "attention" in _saved_names(layout.remat)
-    forwards = 1 if layout.remat is False or is_saved else 2
+    forwards = 1 if layout.remat is False or layout.saves("attention") else 2
     kv_heads = attention.kv_heads / layout.tensor
     heads = {"heads": kv_heads * queries / keys, "kv_heads": kv_heads, "itemsize": placed.workload.itemsize}
     method = choose_method(placed.workload.tokens, C, C - 1, **heads)
@@ -240,9 +239,8 @@ def _over_expert(placed: PlacedModel, rows: float) -> list[Transfer]:
     experts, layout = placed.workload.experts, placed.layout
     if experts is None or layout.expert == 1:
         return []
-    is_saved = isinstance(layout.remat, str) and "dispatched" in _saved_names(layout.remat)
     # tokens to experts and results back; remat repeats the first alone
-    forwards = 2 if layout.remat is False or is_saved else 3
+    forwards = 2 if layout.remat is False or layout.saves("dispatched") else 3
     calls = placed.num_blocks * layout.micro_batches
     return [Transfer("all-to-all", "expert", "tokens", experts.top_k * experts.tokens * rows, (forwards + 2) * calls)]
 
@@ -254,11 +252,6 @@ def _over_tensor(placed: PlacedModel, boundary: float) -> Transfer:
     return Transfer(
         "all-reduce", "tensor", "activations", boundary, sums * placed.num_blocks * m + (2 * m if sums else 0)
     )
-
-
-def _gradient_shards(placed: PlacedModel) -> int:
-    """Return into how many shards gradients are scattered before they are summed over replica."""
-    return placed.layout.shards.size if placed.shards.opt_state else 1
 
 
 class Footprint(NamedTuple):
@@ -360,11 +353,9 @@ def _activation_bytes(
         return placed.num_blocks * block_bytes
     blocks_per_chunk = placed.workload.num_blocks // (layout.pipeline * layout.chunks)
     waiting_messages = table.num_input_slots + table.num_cotangent_slots + 2 * table.ticks.message_ticks
-    splits_weight_pass = table.ticks.weight is not None
-    deferred_bytes, slots = (
-        (table.num_deferred_slots + extra_slots * splits_weight_pass) * blocks_per_chunk * deferred,
-        table.num_slots + extra_slots,
-    )
+    slots, splits_weight_pass = table.num_slots + extra_slots, table.ticks.weight is not None
+    deferred_slots = table.num_deferred_slots + extra_slots * splits_weight_pass
+    deferred_bytes = deferred_slots * blocks_per_chunk * deferred
     if layout.remat:
         return (slots + waiting_messages) * boundary + deferred_bytes
     return slots * blocks_per_chunk * residuals + waiting_messages * boundary + deferred_bytes
@@ -421,15 +412,10 @@ def step_flops(workload: Workload, layout: Layout, *, batch_size: int, hardware:
     attention = workload.attention
     if attention is not None and hardware is not None and hardware.torus_dims and layout.context == 1:
         forward, backward = attention.kernel_flops
-        runs_once = recompute is None or (isinstance(layout.remat, str) and "attention" in _saved_names(layout.remat))
-        passes = 1 if runs_once else 2
+        passes = 1 if recompute is None or layout.saves("attention") else 2
         block += passes * forward + backward - (passes + 2) * attention.flops
     row = workload.num_blocks * block + 3 * workload.ends_flops
     return batch_size * row / layout.num_chips
-
-
-def _saved_names(remat: str) -> list[str]:
-    return remat.removeprefix("save:").split(",")
 
 
 class StepTime(NamedTuple):

@@ -1,15 +1,11 @@
 """Peak rates of chips and of the links between them: published figures, each with its source."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import NamedTuple
-
-import jax
 
 from shardopt.core._errors import error_text
+from shardopt.core._types import Devices
 
 GIB = 2**30
-Devices = Sequence[jax.Device]
 
 
 _ALL = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute")
@@ -71,37 +67,26 @@ class Hardware:
         )
 
 
-class _Tpu(NamedTuple):
-    """A row of Google's tables: `ici` is GB/s per chip in both directions, `dcn` is Gbit/s per chip."""
-
-    name: str
-    tflops: float
-    gib: float
-    hbm: float
-    ici: float
-    dims: int
-    pod: int
-    dcn: float
-    ghz: float
-
-    def hardware(self) -> Hardware:
-        """Return the chip, with the units converted."""
-        return Hardware(
-            name=self.name,
-            flops=self.tflops * 1e12,
-            memory_bytes=int(self.gib * GIB),
-            memory_bandwidth=self.hbm * 1e9,
-            # A chip has two links per axis. "Bidirectional" rates add sending and receiving, so half of it is sent.
-            link_bandwidth=self.ici * 1e9 / 2 / self.dims,
-            torus_dims=self.dims,
-            pod_chips=self.pod,
-            network_bandwidth=self.dcn * 1e9 / 8,
-            source=f"docs.cloud.google.com/tpu/docs/{self.name}",
-            hides=("all-gather", "collective-permute") if self.name in ("v4", "v5e") else _ALL,
-            clock=self.ghz * 1e9,
-            cores=2 if self.name in ("v4", "v5p") else 1,
-            devices=2 if self.name == "tpu7x" else 1,
-        )
+def _tpu(
+    name: str, tflops: float, gib: float, hbm: float, ici: float, dims: int, pod: int, dcn: float, ghz: float
+) -> Hardware:
+    """Convert the units of Google's tables: `ici` is GB/s per chip in both directions, `dcn` is Gbit/s per chip."""
+    return Hardware(
+        name=name,
+        flops=tflops * 1e12,
+        memory_bytes=int(gib * GIB),
+        memory_bandwidth=hbm * 1e9,
+        # A chip has two links per axis. "Bidirectional" rates add sending and receiving, so half of it is sent.
+        link_bandwidth=ici * 1e9 / 2 / dims,
+        torus_dims=dims,
+        pod_chips=pod,
+        network_bandwidth=dcn * 1e9 / 8,
+        source=f"docs.cloud.google.com/tpu/docs/{name}",
+        hides=("all-gather", "collective-permute") if name in ("v4", "v5e") else _ALL,
+        clock=ghz * 1e9,
+        cores=2 if name in ("v4", "v5p") else 1,
+        devices=2 if name == "tpu7x" else 1,
+    )
 
 
 def _gpu(name: str, tflops: float, gb: float, hbm: float, nvlink: float, network: float, source: str) -> Hardware:
@@ -118,11 +103,11 @@ HARDWARE = {
         _gpu("h100", 989.4, 80, 3.35, 900, 400, "H100 SXM datasheet; DGX H100: one 400 Gbit/s port a GPU"),
         _gpu("h200", 989.4, 141, 4.8, 900, 400, "H200 SXM datasheet; DGX H200: one 400 Gbit/s port a GPU"),
         _gpu("b200", 2250, 180, 8.0, 1800, 400, "DGX B200 datasheet, an eighth of it; one 400 Gbit/s port a GPU"),
-        _Tpu("v4", 275, 32, 1200, 600, 3, 4096, 50, 1.05).hardware(),
-        _Tpu("v5e", 197, 16, 819, 400, 2, 256, 25, 1.5).hardware(),
-        _Tpu("v5p", 459, 95, 2765, 1200, 3, 6144, 50, 1.75).hardware(),
-        _Tpu("v6e", 918, 32, 1638, 800, 2, 256, 100, 1.75).hardware(),
-        _Tpu("tpu7x", 2307, 192, 7380, 1200, 3, 9216, 100, 2.2).hardware(),
+        _tpu("v4", 275, 32, 1200, 600, 3, 4096, 50, 1.05),
+        _tpu("v5e", 197, 16, 819, 400, 2, 256, 25, 1.5),
+        _tpu("v5p", 459, 95, 2765, 1200, 3, 6144, 50, 1.75),
+        _tpu("v6e", 918, 32, 1638, 800, 2, 256, 100, 1.75),
+        _tpu("tpu7x", 2307, 192, 7380, 1200, 3, 9216, 100, 2.2),
     )
 }
 """Known chips by name.

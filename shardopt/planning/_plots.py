@@ -127,9 +127,8 @@ def _figure(predictions: Sequence[Prediction], *, columns: int) -> tuple["Figure
     require("matplotlib", extra="plot")
     if not 1 <= len(predictions) <= _MAX_BARS:
         problem = f"there are {len(predictions)} predictions to draw."
-        raise ValueError(
-            format_error("plot", problem, fix=f"pass between 1 and {_MAX_BARS}, such as plans.ranked[:10].")
-        )
+        fix = f"pass between 1 and {_MAX_BARS}, such as plans.ranked[:10]."
+        raise ValueError(format_error("plot", problem, fix=fix))
     figure = new_figure(4.4 + 4.2 * columns, 1.7 + 0.38 * len(predictions))
     return figure, [figure.add_subplot(1, columns, column + 1) for column in range(columns)]
 

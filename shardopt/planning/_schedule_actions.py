@@ -218,7 +218,7 @@ class Reader:
 
     def _kernel(self, line: Instruction, inputs: list[str]) -> Compute:
         """Return the computation of a Pallas kernel by its final schedule, by its flops at the chip's peak, or by bytes."""
-        call = kernel_call(line, inputs)
+        call = kernel_call(line, inputs, self.chip.name)
         flops_seconds = kernel_flops(line, inputs) / self.chip.flops
         if call and self.kernels == "scheduled":
             # a kernel whose work cannot be divided among the cores of a device leaves all but one idle
@@ -235,12 +235,8 @@ class Reader:
 
     def _memory_seconds(self, line: Instruction, *, sends: bool) -> float:
         """Return the seconds in which an instruction without an estimate reads and writes as much as its result."""
-        if (
-            sends
-            or line.opcode in _FREE
-            or nbytes(line.shape) <= _SMALL
-            or any(word in line.rest for word in _FREE_CALLS)
-        ):
+        is_free = line.opcode in _FREE or any(word in line.rest for word in _FREE_CALLS)
+        if sends or is_free or nbytes(line.shape) <= _SMALL:
             return 0.0
         self.assumed[f"{_stem(line)} without an estimate, counted by the bytes of its result"] += 1
         return 2 * nbytes(line.shape) / self.chip.memory_bandwidth

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from shardopt.config._config import PLACEMENTS
+from shardopt.config._config import PLACEMENTS, default_min_shard_elements
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, format_error, plural
 from shardopt.core._tables import aligned
@@ -20,13 +20,7 @@ from shardopt.pipeline._kinds import KINDS, ScheduleKind
 from shardopt.planning._costs import Footprint, StepTime, Transfer, by_axis, footprint, seconds, step_time, traffic
 from shardopt.planning._failures import Failures
 from shardopt.planning._hardware import HARDWARE, Hardware, find_hardware
-from shardopt.planning._layout import (
-    Layout,
-    PlacedModel,
-    abstract_opt_state,
-    place,
-    state_layout_bytes,
-)
+from shardopt.planning._layout import Layout, PlacedModel, abstract_opt_state, place, state_layout_bytes
 from shardopt.planning._models import Transformer, find_model
 from shardopt.planning._recovery import Recovery, check_islands, duration, plan_recovery
 from shardopt.planning._searched import with_search_arguments
@@ -283,22 +277,15 @@ def plan(
     if not fitting:
         raise ValueError(_nothing_fits(plans))
     if tx is not None:
-        plans = plans._replace(state_layouts=state_layout_bytes(workload, plans.best.layout, tx))
+        elements = default_min_shard_elements("tpu" if device.torus_dims else "")
+        layouts = state_layout_bytes(workload, plans.best.layout, tx, min_shard_elements=elements)
+        plans = plans._replace(state_layouts=layouts)
     if failures is None:
         return plans
 
-    plan_island = functools.partial(
-        plan,
-        workload,
-        hardware=chip,
-        tx=tx,
-        placements=placements,
-        schedules=schedules,
-        remat=remat,
-        gather_dtype=gather_dtype,
-        scatter_dtype=scatter_dtype,
-        headroom=headroom,
-    )
+    tried = {"placements": placements, "schedules": schedules, "remat": remat}
+    dtypes_by_name = {"gather_dtype": gather_dtype, "scatter_dtype": scatter_dtype}
+    plan_island = functools.partial(plan, workload, hardware=chip, tx=tx, headroom=headroom, **tried, **dtypes_by_name)
     return plans._replace(recoveries=_recoveries(failures, plans, slices, plan_island))
 
 
@@ -367,12 +354,10 @@ def _check(
     if chips % slices:
         problem = f"{chips} chips cannot be spread evenly over {plural(slices, 'slice')}."
         raise ValueError(format_error("plan", problem, fix=f"choose chips divisible by {slices}."))
-    if unknown := [name for name in placements if name not in PLACEMENTS]:
-        fix = f"use some of {', '.join(PLACEMENTS)}."
-        raise ValueError(format_error("plan", f"unknown placement {', '.join(map(repr, unknown))}.", fix=fix))
-    if unknown := [name for name in schedules if name not in _SCHEDULE_NAMES]:
-        fix = f"use some of {', '.join(_SCHEDULE_NAMES)}."
-        raise ValueError(format_error("plan", f"unknown schedule {', '.join(map(repr, unknown))}.", fix=fix))
+    for noun, names, known in (("placement", placements, PLACEMENTS), ("schedule", schedules, _SCHEDULE_NAMES)):
+        if unknown := [name for name in names if name not in known]:
+            problem = f"unknown {noun} {', '.join(map(repr, unknown))}."
+            raise ValueError(format_error("plan", problem, fix=f"use some of {', '.join(known)}."))
     if not 0 <= headroom < 1:
         raise ValueError(f"plan: headroom must be at least 0 and below 1, got {headroom}.")
 
@@ -574,18 +559,7 @@ def _table(plans: Plans, count: int) -> str:
     predictions = plans.ranked[:count]
     columns = ["context"] * any(prediction.layout.context > 1 for prediction in predictions)
     columns += ["expert"] * any(prediction.layout.expert > 1 for prediction in predictions)
-    header = [
-        "layout",
-        "memory",
-        "step",
-        "MFU",
-        "compute",
-        "tensor",
-        "data",
-        "pipeline",
-        "bubble",
-        *columns,
-    ]
+    header = ["layout", "memory", "step", "MFU", "compute", "tensor", "data", "pipeline", "bubble", *columns]
     rows = [header, *(_row(prediction, columns) for prediction in predictions)]
     lines = aligned(rows, lambda column, _: column > 0)
     model, batch = plans.workload, plural(plans.batch_size, "row")
@@ -611,19 +585,10 @@ def _recovery_lines(recoveries: Sequence[PlannedRecovery]) -> list[str]:
     rows = [["islands", "spares", "checkpoint", "snapshot", "failure", "goodput", "tokens/s"]]
     for entry in recoveries:
         recovery = entry.recovery
-        rows.append(
-            [
-                str(recovery.islands),
-                str(recovery.spares),
-                *(
-                    "-" if steps is None else plural(steps, "step")
-                    for steps in (recovery.save_steps, recovery.snapshot_steps)
-                ),
-                f"every {duration(recovery.interval)}",
-                f"{recovery.goodput:.1%}",
-                f"{entry.tokens_per_second:,.0f}",
-            ]
-        )
+        step_counts = recovery.save_steps, recovery.snapshot_steps
+        periods = ["-" if count is None else plural(count, "step") for count in step_counts]
+        rates = f"every {duration(recovery.interval)}", f"{recovery.goodput:.1%}", f"{entry.tokens_per_second:,.0f}"
+        rows.append([str(recovery.islands), str(recovery.spares), *periods, *rates])
     lost = ", ".join(f"{cause} {share:.1%}" for cause, share in best.lost.items())
     return [*aligned(rows, lambda *_: True), f"the first one loses: {lost}"]
 

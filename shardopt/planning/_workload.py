@@ -194,9 +194,10 @@ class Workload(NamedTuple):
     def tiled(self) -> "Workload":
         """The same workload if attention runs tile by tile and stores no scores, as over a context axis."""
         scores = 0.0 if self.attention is None else self.attention.scores
-        subtract = lambda bytes: bytes._replace(sharded=max(bytes.sharded - scores, 0.0))  # noqa: E731
-        without_scores = subtract(self.residuals), subtract(self.stage_residuals), subtract(self.working)
-        return self._replace(residuals=without_scores[0], stage_residuals=without_scores[1], working=without_scores[2])
+        stored = {name: getattr(self, name) for name in ("residuals", "stage_residuals", "working")}
+        return self._replace(
+            **{name: bytes._replace(sharded=max(bytes.sharded - scores, 0.0)) for name, bytes in stored.items()}
+        )
 
     def over_experts(self, devices: int, tensor: int = 1) -> "Workload":
         """Return the same workload over an expert axis of X devices.
@@ -211,10 +212,9 @@ class Workload(NamedTuple):
         working = self.working.plus(largest, times).plus(experts.working, -1)
         if not experts.saves_buffers:
             return self._replace(working=working.plus(experts.buffers, times - 1))
-        enlarged = [
-            stored.plus(experts.buffers, times - 1) for stored in (self.residuals, self.stage_residuals, self.deferred)
-        ]
-        return self._replace(residuals=enlarged[0], stage_residuals=enlarged[1], deferred=enlarged[2], working=working)
+        stored = {name: getattr(self, name) for name in ("residuals", "stage_residuals", "deferred")}
+        enlarged = {name: bytes.plus(experts.buffers, times - 1) for name, bytes in stored.items()}
+        return self._replace(**enlarged, working=working)
 
     @calling("plan")
     def recompute(self, remat: bool | str) -> Recompute | None:
@@ -426,10 +426,8 @@ def _row_costs(functions: _ModelFunctions, batch: PyTree) -> dict[str, PyTree]:
     named = named_values(jax.make_jaxpr(functions.block)(weights, x, key))
     boundary = sum(map(_nbytes, jax.tree.leaves(x)))
     boundary_shapes = {leaf.shape for leaf in jax.tree.leaves(x)}
-    residuals, loss_residuals = (
-        _residuals(functions.block, weights, x, key),
-        _residuals(functions.loss, outer, x, batch, key),
-    )
+    residuals = _residuals(functions.block, weights, x, key)
+    loss_residuals = _residuals(functions.loss, outer, x, batch, key)
     stage_residuals, deferred = _stage_residuals(functions.block, weights, x)
     return {
         "block_flops": flops(functions.block, weights, x, key),
@@ -528,13 +526,9 @@ def _split_by_shape(
 ) -> Bytes:
     """Return the bytes of arrays, replicated for shapes of a block's output or of statistics of it (last dim 1)."""
     shapes = boundary_shapes | {(*shape[:-1], 1) for shape in boundary_shapes}
-    replicated, sharded = 0.0, 0.0
-    for array in arrays:
-        if array.shape in shapes:
-            replicated += _nbytes(array)
-        else:
-            sharded += _nbytes(array)
-    return Bytes(replicated, sharded)
+    sizes = [(array.shape in shapes, _nbytes(array)) for array in arrays]
+    replicated = sum(size for is_replicated, size in sizes if is_replicated)
+    return Bytes(float(replicated), float(sum(size for _, size in sizes) - replicated))
 
 
 def _loss_reads(functions: _ModelFunctions, batch: PyTree) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 
 from shardopt.core._errors import calling, format_error
-from shardopt.core._types import PyTree, abstract, wide_dtype
+from shardopt.core._types import PyTree, abstract, wide_dtype, wide_zeros
 from shardopt.reducers._reducer import (
     MessageCodec,
     Reducer,
@@ -17,7 +17,6 @@ from shardopt.reducers._reducer import (
     real_dtype,
     real_shape,
     widen,
-    zeros_like,
 )
 
 
@@ -49,7 +48,7 @@ class Compressor(NamedTuple):
         """Return the first state; only shapes and dtypes are read."""
         with calling(self.name):
             check_leaves(params)
-        unsent = zeros_like(abstract(params)) if self.codec.error_feedback else ()
+        unsent = wide_zeros(abstract(params)) if self.codec.error_feedback else ()
         return CompressorState(unsent, self.codec.init(abstract(params)))
 
     def encode(self, grads: PyTree, memory: CompressorState) -> tuple[PyTree, CompressorState]:

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, format_error
-from shardopt.core._types import PyTree, abstract
+from shardopt.core._types import PyTree, abstract, wide_zeros
 from shardopt.reducers._axis import AxisName, agreeing_cond
 from shardopt.reducers._device_state import ErrorFeedback
 from shardopt.reducers._mean import exact
-from shardopt.reducers._reducer import Reducer, check_leaves, check_reducer, keep_if_finite, zeros_like
+from shardopt.reducers._reducer import Reducer, check_leaves, check_reducer, keep_if_finite
 
 
 class ErrorFeedbackState(NamedTuple):
@@ -83,14 +83,14 @@ def error_feedback(reducer: Reducer) -> Reducer:
     @calling(name)
     def init(params):
         check_leaves(params)
-        return ErrorFeedbackState(ErrorFeedback(zeros_like(abstract(params))), reducer.init(params))
+        return ErrorFeedbackState(ErrorFeedback(wide_zeros(abstract(params))), reducer.init(params))
 
     def transmit(grads, memory, state, axis_name):
         if memory is not None:
             raise ValueError(format_error(name, "what it does not send is in its state, there is nothing to hand on."))
         mean, residual, inner = reducer.transmit(grads, state.memory.value, state.inner, axis_name)
         new_state = keep_if_finite(mean, ErrorFeedbackState(ErrorFeedback(residual), inner), state)
-        return mean, zeros_like(grads), new_state
+        return mean, wide_zeros(grads), new_state
 
     codec = None if reducer.codec is None else reducer.codec._replace(error_feedback=True)
     return Reducer(name, init, reducer.wire_bytes, transmit, codec)

@@ -256,11 +256,6 @@ def check_alike(reference_name: str, tree: PyTree, reference: PyTree) -> None:
         raise ValueError(error_text(problem, wrong))
 
 
-def zeros_like(tree: PyTree) -> PyTree:
-    """Return zeros with the shapes of a tree, which may be abstract, in dtypes wide enough for sums."""
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, wide_dtype(leaf.dtype)), tree)
-
-
 def widen(leaves: Sequence[jax.Array]) -> list[jax.Array]:
     """Return leaves as real arrays in dtypes wide enough for sums; a complex [...] becomes [..., 2]."""
     return [_as_real(leaf.astype(wide_dtype(leaf.dtype))) for leaf in leaves]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from shardopt.core._arguments import check_is_number, check_number
 from shardopt.core._errors import calling, format_error
-from shardopt.core._types import PyTree
+from shardopt.core._types import PyTree, wide_zeros
 from shardopt.reducers._axis import AxisName, all_gather_packed
 from shardopt.reducers._axis import axis_size as size_of
 from shardopt.reducers._device_state import ErrorFeedback
@@ -24,7 +24,6 @@ from shardopt.reducers._reducer import (
     real_dtype,
     real_shape,
     widen,
-    zeros_like,
 )
 
 
@@ -105,7 +104,7 @@ class _TopK:
     momentum: float
 
     def init(self, params: PyTree) -> PyTree:
-        return TopKState(ErrorFeedback(zeros_like(params))) if self.momentum else ()
+        return TopKState(ErrorFeedback(wide_zeros(params))) if self.momentum else ()
 
     def correct_momentum(self, values: Values, state: TopKState) -> tuple[Values, TopKState]:
         leaves, treedef = jax.tree.flatten(state.velocity.value)

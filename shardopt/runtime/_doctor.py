@@ -1,6 +1,5 @@
 """`doctor`: the versions, devices and flags of this machine, and the known silent errors that concern a program."""
 
-import importlib.metadata
 import os
 import platform
 import re
@@ -11,6 +10,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from shardopt.core._errors import format_error
+from shardopt.core._extras import version_of
 from shardopt.trace._jaxprs import called_jaxprs
 
 _PACKAGES = ("shardopt", "jax", "jaxlib", "libtpu", "optax", "orbax-checkpoint", "numpy")
@@ -106,7 +106,7 @@ def doctor(opt: Any = None, state: Any = None, batch: Any = None) -> DoctorRepor
         fix = "call so.doctor(opt, state, batch), or so.doctor()."
         raise TypeError(format_error("doctor", f"{' and '.join(missing)} missing.", fix=fix))
     jaxpr = None if opt is None else jax.make_jaxpr(opt.step)(state, batch)
-    versions = {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES}
+    versions = {"python": platform.python_version()} | {name: version_of(name) for name in _PACKAGES}
     devices = jax.devices()
     kind, processes = devices[0].platform, jax.process_count()
     flags = {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)}
@@ -210,13 +210,6 @@ def _topology(devices: list[Any]) -> str | None:
 def _stores_programs() -> bool:
     is_sequential = f"{_ORDER_FLAG}=false" in os.environ.get("XLA_FLAGS", "")
     return bool(jax.config.values.get("jax_compilation_cache_dir")) and not is_sequential
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _numbers(version: str | None) -> tuple[int, ...]:

@@ -24,9 +24,9 @@ from typing import IO, Any, NamedTuple, TextIO
 from shardopt.core._errors import CORRUPTED, format_error, plural
 from shardopt.runtime._discovery import Discovery
 from shardopt.runtime._files import acquire_lock, release_lock
-from shardopt.runtime._processes import Failures, failures
+from shardopt.runtime._processes import Failures, failures, handled_signals
 from shardopt.runtime._progress import HUNG, STACKS, STACKS_SIGNAL
-from shardopt.runtime._vault import Vaults
+from shardopt.runtime._vault import Vaults, end_program
 from shardopt.runtime._watch import Hang, Watch, describe, process_state
 
 _LOCK_NAME = ".launch.lock"
@@ -63,6 +63,10 @@ class _Member(NamedTuple):
     process: subprocess.Popen[bytes]  # the leader of its own process group
     log: Path
     readers: tuple[threading.Thread, ...]  # copy the output to log and screen; empty if the output is not shown
+
+    def report_exit(self, finished: "queue.SimpleQueue[tuple[int, int]]") -> None:
+        """Wait until the process ends; put its rank and exit code into a queue."""
+        finished.put((self.rank, self.process.wait()))
 
 
 class _AttemptResult(NamedTuple):
@@ -165,7 +169,7 @@ def launch(command_of: Callable[[int], Sequence[str]], **settings: Any) -> int:
       OSError: if the command cannot be started, or the logs cannot be written.
     """
     job = Job(command_of, **settings)
-    _check_arguments(job.processes, job.max_restarts, job.min_processes, job.hang_timeout, job.spares)
+    _check_job(job)
     with _locked_folder(job.log_dir) as lock_descriptor, _catch_signals() as signals, contextlib.ExitStack() as cleanup:
         failure_pipe = cleanup.enter_context(failures())
         vaults = cleanup.enter_context(contextlib.closing(Vaults(job.processes))) if job.max_restarts else None
@@ -309,7 +313,7 @@ class _Launcher:
                 if watch is not None:
                     place |= watch.environment | {STACKS: str(_stacks_file(log))}
                 members.append(_start(command, rank, log, place, self.spares))
-                threading.Thread(target=_report_exit, args=(members[-1], finished), daemon=True).start()
+                threading.Thread(target=members[-1].report_exit, args=(finished,), daemon=True).start()
             exits, hang, grows = self._wait_for_exits(members, finished, watch)
             if hang is not None and watch is not None:
                 hang_text = _hang_text(hang, members, watch)
@@ -363,23 +367,23 @@ class _Launcher:
         return exits, None, grows
 
 
-def _check_arguments(
-    processes: int, max_restarts: int, min_processes: int | None, hang_timeout: float | None, spares: int
-) -> None:
-    values_and_limits = {"processes": (processes, 1), "max-restarts": (max_restarts, 0), "spares": (spares, 0)}
-    if min_processes is not None:
-        values_and_limits["min-processes"] = (min_processes, 1)
+def _check_job(job: Job) -> None:
+    counts = {"processes": job.processes, "max-restarts": job.max_restarts, "spares": job.spares}
+    if job.min_processes is not None:
+        counts["min-processes"] = job.min_processes
+    least = {"max-restarts": 0, "spares": 0}
     problems = [
-        f"--{name} must be at least {limit}, got {value}"
-        for name, (value, limit) in values_and_limits.items()
-        if value < limit
+        f"--{name} must be at least {least.get(name, 1)}, got {count}"
+        for name, count in counts.items()
+        if count < least.get(name, 1)
     ]
-    if not problems and min_processes is not None and min_processes > processes:
-        problems = [f"--min-processes {min_processes} is more than --processes {processes}"]
+    if not problems and job.min_processes is not None and job.min_processes > job.processes:
+        problems = [f"--min-processes {job.min_processes} is more than --processes {job.processes}"]
     if problems:
         raise ValueError(format_error("launch", "the numbers of processes cannot be used.", problems))
-    if hang_timeout is not None and not hang_timeout > 0:
-        raise ValueError(format_error("launch", f"--hang-timeout must be more than 0 seconds, got {hang_timeout:g}."))
+    if job.hang_timeout is not None and not job.hang_timeout > 0:
+        problem = f"--hang-timeout must be more than 0 seconds, got {job.hang_timeout:g}."
+        raise ValueError(format_error("launch", problem))
 
 
 def _log_path(folder: Path, attempt: int, rank: int) -> Path:
@@ -450,15 +454,9 @@ class _Signals:
 @contextlib.contextmanager
 def _catch_signals() -> Iterator[_Signals]:
     """Record SIGTERM and SIGINT while the context lasts; only the main thread can do so."""
-    signals, previous_handlers = _Signals(), {}
-    try:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                previous_handlers[number] = signal.signal(number, signals.record)
+    signals = _Signals()
+    with handled_signals((signal.SIGTERM, signal.SIGINT), signals.record):
         yield signals
-    finally:
-        for number, handler in previous_handlers.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _hang_text(hang: Hang, members: Sequence[_Member], watch: Watch) -> str:
@@ -491,13 +489,8 @@ def _first_failure(codes: dict[int, int], reported_ranks: Sequence[int]) -> tupl
     if not codes:
         return None
     first_seen = next(iter(codes))
-    first_failed = next(iter([*_corrupted_ranks(codes), *_killed_ranks(codes)]), None)
-    if first_failed is None:
-        first_failed = (
-            next((rank for rank in reported_ranks if rank in codes), first_seen)
-            if first_seen in reported_ranks
-            else first_seen
-        )
+    reported = [rank for rank in reported_ranks if rank in codes] if first_seen in reported_ranks else []
+    first_failed = next(iter([*_corrupted_ranks(codes), *_killed_ranks(codes), *reported, first_seen]))
     return first_failed, codes[first_failed]
 
 
@@ -514,10 +507,6 @@ def _killed_ranks(codes: dict[int, int]) -> list[int]:
 def _corrupted_ranks(codes: dict[int, int]) -> list[int]:
     """Return the ranks whose devices compute wrong; all processes of the job found that together, and end."""
     return [rank for rank, code in codes.items() if code == CORRUPTED]
-
-
-def _report_exit(member: _Member, finished: "queue.SimpleQueue[tuple[int, int]]") -> None:
-    finished.put((member.rank, member.process.wait()))
 
 
 def _start(command: Sequence[str], rank: int, log: Path, environment: Mapping[str, str], spares: "_Spares") -> _Member:
@@ -616,22 +605,13 @@ class _Spares:
             process = self._processes.pop(0)
             if process.poll() is None:
                 return process
-            _end_spare(process)
+            end_program(process)
         return None
 
     def close(self) -> None:
         """End all spares."""
         while self._processes:
-            _end_spare(self._processes.pop())
-
-
-def _end_spare(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout, process.stderr):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
+            end_program(self._processes.pop())
 
 
 def _assign_place(spare: subprocess.Popen[bytes], command: Sequence[str], environment: Mapping[str, str]) -> None:

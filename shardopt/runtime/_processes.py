@@ -11,8 +11,8 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from types import TracebackType
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType, TracebackType
 
 import jax
 import numpy as np
@@ -123,6 +123,21 @@ def _follow_launcher() -> None:
         sys.exit("initialize: the launcher of this process has died.")
     except PermissionError:  # the launcher lives, and belongs to another user
         pass
+
+
+@contextlib.contextmanager
+def handled_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Handle signals while the context lasts. Python allows it in the main thread only; in others this does nothing."""
+    previous_handlers = {}
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for number in numbers:
+                previous_handlers[number] = signal.signal(number, handler)
+        yield
+    finally:
+        for number, previous in previous_handlers.items():
+            # None means a handler that was not installed from Python, so Python cannot restore it.
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
 
 def num_processes() -> int:
@@ -238,4 +253,4 @@ def gather_to_host(leaf: jax.Array | np.ndarray) -> np.ndarray:
         from jax.experimental import multihost_utils
 
         leaf = multihost_utils.process_allgather(leaf, tiled=True)
-    return np.asarray(leaf)
+    return np.asarray(jax.device_get(leaf))

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 if __name__ == "__main__":  # the program starts without importing shardopt
     sys.path.insert(0, str(Path(__file__).parent))
@@ -127,11 +127,11 @@ def start_vault(number: int, token: str) -> Vault:
     return Vault(f"127.0.0.1:{int(process.stdout.readline())}", process)
 
 
-def stop_vault(vault: Vault) -> None:
-    """End a vault; its pieces are lost."""
-    vault.process.kill()
-    vault.process.wait()
-    for pipe in (vault.process.stdin, vault.process.stdout):
+def end_program(process: subprocess.Popen[Any]) -> None:
+    """Kill a program that this process started, and close its pipes."""
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout, process.stderr):
         if pipe is not None:
             with contextlib.suppress(OSError):
                 pipe.close()
@@ -151,14 +151,14 @@ class Vaults:
         """
         for number, vault in enumerate(self._all):
             if vault.process.poll() is not None:
-                stop_vault(vault)
+                end_program(vault.process)
                 self._all[number] = start_vault(number, self._token)
         return {ADDRESSES: ",".join(vault.address for vault in self._all), TOKEN: self._token}
 
     def close(self) -> None:
         """End all vaults."""
         for vault in self._all:
-            stop_vault(vault)
+            end_program(vault.process)
 
 
 def keep_snapshots(port: int, token: str) -> None:

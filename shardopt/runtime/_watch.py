@@ -93,11 +93,8 @@ def find_hang(reports: Mapping[int, RankReport | None], timeout: float, since_st
     """
     known_reports = {rank: report for rank, report in reports.items() if report is not None}
     missing_ranks = tuple(rank for rank in reports if rank not in known_reports)
-    if (
-        not all(map(_is_starting, known_reports.values()))
-        and missing_ranks
-        and since_start > FIRST_TIME_FACTOR * timeout
-    ):
+    has_begun = not all(map(_is_starting, known_reports.values()))
+    if has_begun and missing_ranks and since_start > FIRST_TIME_FACTOR * timeout:
         return Hang(missing_ranks, True, MAIN, since_start)
     lane_hangs = []
     for lane in sorted({lane for report in known_reports.values() for lane in report.lanes}):
@@ -109,8 +106,8 @@ def find_hang(reports: Mapping[int, RankReport | None], timeout: float, since_st
             timeout * FIRST_TIME_FACTOR if mark.expected_seconds < 0 else max(timeout, mark.expected_seconds)
             for mark in behind.values()
         )
-        has_begun = any(mark.phase != START for mark in marks.values())
-        if has_begun and all(mark.phase for mark in behind.values()) and seconds > allowed_seconds:
+        lane_has_begun = any(mark.phase != START for mark in marks.values())
+        if lane_has_begun and all(mark.phase for mark in behind.values()) and seconds > allowed_seconds:
             lane_hangs.append(Hang(tuple(behind), False, lane, seconds))
     # A rank without reports, while others wait, stopped at the same mark as they did.
     silent_ranks = tuple(
@@ -138,13 +135,12 @@ def find_slow(own_seconds: Mapping[int, float], step: float) -> list[int]:
       >>> find_slow({0: 0.01, 1: 0.05, 2: 0.01}, step=0.1)
       [1]
     """
-    slow = []
-    for rank, seconds in own_seconds.items():
-        other_seconds = [value for other_rank, value in own_seconds.items() if other_rank != rank]
-        median_seconds = statistics.median(other_seconds) if other_seconds else seconds
-        if seconds > 2 * median_seconds and seconds - median_seconds > 0.1 * step:
-            slow.append(rank)
-    return slow
+    medians = {rank: _median_of_others(own_seconds, rank) for rank in own_seconds}
+    return [
+        rank
+        for rank, seconds in own_seconds.items()
+        if seconds > 2 * medians[rank] and seconds - medians[rank] > 0.1 * step
+    ]
 
 
 def find_slow_devices(devices: Mapping[int, Sequence[float]]) -> list[int]:
@@ -159,12 +155,14 @@ def find_slow_devices(devices: Mapping[int, Sequence[float]]) -> list[int]:
       >>> find_slow_devices({0: [0.010, 0.011], 1: [0.010, 0.018], 2: [0.010, 0.010]})
       [1]
     """
-    slow = []
-    for rank, seconds in devices.items():
-        other_maxima = [max(other_seconds) for other_rank, other_seconds in devices.items() if other_rank != rank]
-        if other_maxima and max(seconds) > 1.5 * statistics.median(other_maxima):
-            slow.append(rank)
-    return slow
+    longest = {rank: max(seconds) for rank, seconds in devices.items()}
+    return [rank for rank, seconds in longest.items() if seconds > 1.5 * _median_of_others(longest, rank)]
+
+
+def _median_of_others(seconds: Mapping[int, float], rank: int) -> float:
+    """Return the median of the other ranks; the value of the rank itself if there is no other one."""
+    other_seconds = [value for other_rank, value in seconds.items() if other_rank != rank]
+    return statistics.median(other_seconds or [seconds[rank]])
 
 
 class Watch:
@@ -206,12 +204,8 @@ class Watch:
         self._check_devices()
         since_start = time.monotonic() - self._start
         reports = self.reports()
-        if (
-            since_start > FIRST_TIME_FACTOR * self._timeout
-            and not self._warned_no_reports
-            and reports
-            and all(map(_is_starting, reports.values()))
-        ):
+        has_no_progress = reports and all(map(_is_starting, reports.values()))
+        if has_no_progress and since_start > FIRST_TIME_FACTOR * self._timeout and not self._warned_no_reports:
             self._warned_no_reports = True
             text = (
                 f"launch: no process has reported progress for {since_start:.0f} s, so that none can be seen to hang."
@@ -269,9 +263,7 @@ class Watch:
         slow = find_slow(own_seconds, step_seconds)
         if slow != self._slow:
             for rank in slow:
-                median_seconds = statistics.median(
-                    seconds for other_rank, seconds in own_seconds.items() if other_rank != rank
-                )
+                median_seconds = _median_of_others(own_seconds, rank)
                 self._say(
                     f"launch: process {rank} is slow: {own_seconds[rank]:.3g} s of its own in each step (drawing batches, "
                     f"logging), the others {median_seconds:.3g} s; a step takes {step_seconds:.3g} s."
@@ -283,23 +275,19 @@ class Watch:
     def _check_devices(self) -> None:
         """Name the ranks that were slow in two consecutive probes of all ranks."""
         reports = {rank: report for rank, report in self.reports().items() if report is not None and report.devices}
-        if (
-            len(reports) < len(self._last_reports)
-            or min((report.probes for report in reports.values()), default=0) <= self._probes
-        ):
+        fewest_probes = min((report.probes for report in reports.values()), default=0)
+        if len(reports) < len(self._last_reports) or fewest_probes <= self._probes:
             return
         self._probes = max(report.probes for report in reports.values())
         device_seconds = {rank: report.devices for rank, report in reports.items()}
+        longest = {rank: max(seconds) for rank, seconds in device_seconds.items()}
         suspects = find_slow_devices(device_seconds)
         slow = [rank for rank in suspects if rank in self._suspects]
         for rank in [rank for rank in slow if rank not in self._slow_devices]:
-            longest = max(device_seconds[rank])
-            median_seconds = statistics.median(
-                max(other_seconds) for other_rank, other_seconds in device_seconds.items() if other_rank != rank
-            )
+            median_seconds = _median_of_others(longest, rank)
             self._say(
-                f"launch: process {rank} computes slowly: its device {device_seconds[rank].index(longest)} on {reports[rank].host} needs "
-                f"{longest:.2g} s for products that take the others {median_seconds:.2g} s. All wait for it in each step."
+                f"launch: process {rank} computes slowly: its device {device_seconds[rank].index(longest[rank])} on {reports[rank].host} needs "
+                f"{longest[rank]:.2g} s for products that take the others {median_seconds:.2g} s. All wait for it in each step."
             )
         for rank in [rank for rank in self._slow_devices if rank not in suspects]:
             self._say(f"launch: process {rank} computes slowly no more.")

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import Sharding
 
-from shardopt.config._user_mesh import on_auto_axes
+from shardopt.config._user_mesh import on_auto_axes, on_auto_mesh
 from shardopt.core._errors import calling, error_text, format_error
 from shardopt.core._tracebacks import api_boundary
 from shardopt.core._types import PyTree, TrainState, is_average, leaves_with_paths, wide_dtype
-from shardopt.mesh import on_mesh
 from shardopt.step._optimizer import Metrics
 from shardopt.step._programs import Program
 
@@ -153,6 +152,4 @@ def _program(shapes: Sequence[tuple[tuple[int, ...], jnp.dtype]], shardings: Seq
     def run(sources: list[Source]) -> list[PyTree]:
         return [leaf_of(source, *form) for source, form in zip(sources, shapes, strict=True)]
 
-    auto_sharding = on_auto_axes(shardings[0])
-    mesh = auto_sharding.mesh if isinstance(auto_sharding, NamedSharding) else None
-    return jax.jit(on_mesh(mesh, run) if isinstance(mesh, Mesh) else run, out_shardings=list(shardings))
+    return jax.jit(on_auto_mesh(shardings[0], run), out_shardings=list(shardings))

@@ -32,9 +32,8 @@ def as_arrays(caller: str, batch: PyTree) -> PyTree:
         problem = "batch leaves must be arrays [global batch, ...], or numbers that all rows share."
         raise TypeError(format_error(caller, problem, wrong_types))
     if ragged_lists:
-        raise ValueError(
-            format_error(caller, "lists in a batch must be as long as each other.", ragged_lists, "pad them.")
-        )
+        fix = "pad them."
+        raise ValueError(format_error(caller, "lists in a batch must be as long as each other.", ragged_lists, fix))
     return converted
 
 

@@ -27,7 +27,7 @@ from shardopt.losses._global_view import num_micro_batches
 from shardopt.losses._loss import step_key
 from shardopt.losses._metrics import added, value_of
 from shardopt.losses._parts import LossParts, loss_parts
-from shardopt.losses._rows import with_rows
+from shardopt.losses._rows import RowsNotSeenError, with_rows
 from shardopt.losses._sums import leaf_wire
 from shardopt.losses._view import Views
 from shardopt.runtime._processes import gather_to_host
@@ -110,6 +110,8 @@ def find_nan(opt: ShardedOptimizer, state: TrainState, batch: PyTree) -> NonFini
     and calls are opened where they give such a value, so the search names a single operation, with the turns of the loops
     around it. An infinity that does not reach the loss or a gradient is no finding, such as the -inf of a mask. Then bad
     pieces are filled with copies of some of their rows, to find the rows that suffice.
+
+    Aux metrics are not searched: to find the cause of one, search with a loss that returns it.
 
     On a context axis all positions get the key of the first device. A loss that reads the rows of other devices, by
     `so.batch_mean` or `jax.lax.pmean`, runs for the whole batch. With a random key it is refused: search in the global view.
@@ -262,9 +264,7 @@ class _Search:
         """Return whether the loss of a piece reads the rows of other devices."""
         try:
             jax.eval_shape(self.loss_of, self.leaves, self.select(piece.rows), piece.key)
-        except ValueError as error:
-            if _CANNOT_SEE[0] not in str(error):
-                raise
+        except RowsNotSeenError:
             return True
         return False
 
@@ -414,7 +414,7 @@ class _Search:
             if hides_rows:
                 problem, fix = _CANNOT_SEE
                 text = error_text(f"the loss names a mesh axis, and {problem}.", fix=f"use so.batch_mean; and {fix}.")
-                raise ValueError(text) from error
+                raise RowsNotSeenError(text) from error
         for axis in self.config.mesh.axis_names:
             run = _with_axis(run, axis)
         return run(params, batch, key)

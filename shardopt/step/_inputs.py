@@ -217,9 +217,8 @@ def typed_key(config: StrategyConfig, rng: jax.Array | None) -> jax.Array:
         return jax.random.wrap_key_data(rng)
     if rng.dtype != default.dtype:
         problem = f"rng is a key of another implementation ({rng.dtype}) than jax's default ({default.dtype})."
-        raise ValueError(
-            format_error(config.strategy, problem, fix="pass jax.random.key(seed), or set jax_default_prng_impl.")
-        )
+        fix = "pass jax.random.key(seed), or set jax_default_prng_impl."
+        raise ValueError(format_error(config.strategy, problem, fix=fix))
     return rng
 
 

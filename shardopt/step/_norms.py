@@ -21,7 +21,8 @@ class Norms:
     """Euclidean norms of the trainable leaves in a step: `state, metrics, norms = opt.step.with_norms(state, batch)`.
 
     `norms.gradients`, `norms.updates` and `norms.params` are dicts from key path to norm. A stacked leaf of blocks has one
-    norm for each layer, [L]. Reading them waits for the step.
+    norm for each layer, [L]. Reading them waits for the step. A norm above 1e19 is infinite, since its square overflows in
+    float32; in float64 the limit is 1e154.
 
     Attributes:
       values: [3, n], the norms on the device, of all leaves and layers in a row: gradients, updates, parameters.

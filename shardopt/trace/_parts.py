@@ -9,6 +9,7 @@ import jax.core
 import jax.extend.core as jex
 import numpy as np
 
+from shardopt.trace._jaxprs import shape_of
 from shardopt.trace._marks import has_mark
 
 Arrays = list[jax.Array]
@@ -97,13 +98,20 @@ def part_of(
     trace: Trace, equations: set[int], inputs: Sequence[jex.Var], outputs: Sequence[Atom]
 ) -> Callable[..., Arrays]:
     """Return a function that evaluates these equations, from `inputs` to `outputs`."""
-    part_jaxpr = trace.jaxpr.replace(
+    jaxpr = jaxpr_of_part(trace, equations, inputs, outputs)
+    return lambda *args: jax.core.eval_jaxpr(jaxpr, trace.consts, *args)
+
+
+def jaxpr_of_part(
+    trace: Trace, equations: Iterable[int], inputs: Sequence[jex.Var], outputs: Sequence[Atom]
+) -> jex.Jaxpr:
+    """Return these equations as a jaxpr with the constants of the trace."""
+    return trace.jaxpr.replace(
         invars=list(inputs),
         outvars=list(outputs),
         eqns=[trace.jaxpr.eqns[i] for i in sorted(equations)],
         debug_info=trace.jaxpr.debug_info.with_unknown_names(),
     )
-    return lambda *args: jax.core.eval_jaxpr(part_jaxpr, trace.consts, *args)
 
 
 def min_cut(edges: dict[tuple[int, int], int], size: int, source: int, sink: int) -> list[tuple[int, int]]:
@@ -126,19 +134,19 @@ def sink_side(edges: dict[tuple[int, int], int], size: int, source: int, sink: i
 
 def bytes_of(var: Atom) -> int:
     """Return the number of bytes of a value."""
-    shape = shape_of(var)
+    shape = abstract_value(var)
     return math.prod(shape.shape) * shape.dtype.itemsize
 
 
 def product_flops(product: jex.JaxprEqn) -> float:
     """Return the multiplications and additions of a `dot_general`."""
     (summed_dims, _), _ = product.params["dimension_numbers"]
-    depth = math.prod(shape_of(product.invars[0]).shape[dim] for dim in summed_dims)
-    return 2.0 * math.prod(shape_of(product.outvars[0]).shape) * depth
+    depth = math.prod(shape_of(product.invars[0])[dim] for dim in summed_dims)
+    return 2.0 * math.prod(shape_of(product.outvars[0])) * depth
 
 
-def shape_of(var: Atom) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of a value."""
+def abstract_value(var: Atom) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of a value, which must be an array."""
     aval = var.aval
     assert isinstance(aval, jax.core.ShapedArray)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)

@@ -156,9 +156,8 @@ def call_evaluate(
         raise TypeError(format_error("fit", problem, not_numbers, "reduce each to one number."))
     if clashing_names := sorted(set(values) & set(training_names)):
         problem = f"evaluate returned {', '.join(map(repr, clashing_names))}, which training reports too."
-        raise ValueError(
-            format_error("fit", problem, fix=f"give it another name, such as {f'val_{clashing_names[0]}'!r}.")
-        )
+        fix = f"give it another name, such as {f'val_{clashing_names[0]}'!r}."
+        raise ValueError(format_error("fit", problem, fix=fix))
     return {name: float(values[name]) for name in returned}
 
 

@@ -279,7 +279,8 @@ class _Run:
         self.received_signal = cleanup.enter_context(catch_signals())
         self.display = cleanup.enter_context(show_progress(self.num_steps, shown=progress))
         self.write_log = cleanup.enter_context(open_log(log))
-        self.ledger = Ledger(_goodput_folder(self.checkpoints))
+        checkpoints = self.checkpoints
+        self.ledger = Ledger(None if checkpoints is None or jax.process_index() else Path(checkpoints.directory))
         cleanup.callback(self.ledger.enter, "")  # runs after the last checkpoint is written
         self.ledger.enter("begin", step_of(state))
         cleanup.enter_context(finish_writes(self.checkpoints))
@@ -411,7 +412,7 @@ class _Run:
 
     def roll_back(self) -> bool:
         """If a spike was found, go back to the newest snapshot, keep the position in the batches, and return True."""
-        if self.spikes is None or (spike := self.spikes.found) is None or self.checkpoints is None:
+        if self.spikes is None or (spike := self.spikes.pending) is None or self.checkpoints is None:
             return False
         self.ledger.enter("checkpoint")
         restored = self.saved.restore_newest(self.state)
@@ -428,9 +429,7 @@ class _Run:
             self.verification.forget()
         self.spikes.rollbacks = {self.step: self.spikes.rollbacks.get(self.step, 0) + 1}
         self.spikes.restore(extra.get("spikes"))
-        saved_stopping = extra.get("early_stopping")
-        if self.early_stopping is not None and saved_stopping is not None:
-            self.stopping_state = from_json(self.early_stopping, saved_stopping) or StoppingState()
+        self.stopping_state = from_json(self.early_stopping, extra.get("early_stopping")) or StoppingState()
         self.meter, self.saved_step, self.evaluation_metrics = self.new_meter(), self.step, {}
         self.norms.drop()
         self.evaluating = False
@@ -492,11 +491,6 @@ _STOP_TEXT = {
     "interrupted": "interrupted from the keyboard",
     "sigterm": "SIGTERM",
 }
-
-
-def _goodput_folder(checkpoints: Checkpoints | None) -> Path | None:
-    """Return the folder for the account of goodput, on the first process; None elsewhere."""
-    return None if checkpoints is None or jax.process_index() else Path(checkpoints.directory)
 
 
 def _profile_folder(checkpoints: Checkpoints | None) -> Path:
@@ -592,9 +586,8 @@ def _check_rounds(
     options_text += f", delay={local_updates.delay}" if local_updates.delay else ""
     if 0 < num_steps < first_change:
         problem = f"num_steps={num_steps} ends before the replicas of {caller} first synchronize, at step {first_change} ({options_text})."
-        raise ValueError(
-            format_error("fit", problem, fix="train for as many steps at least, or make sync_every smaller.")
-        )
+        fix = "train for as many steps at least, or make sync_every smaller."
+        raise ValueError(format_error("fit", problem, fix=fix))
     # Metrics of another function, and training metrics, may change between synchronizations.
     if early_stopping is None or evaluate_every is None or not isinstance(evaluate, Evaluation):
         return

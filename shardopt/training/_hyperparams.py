@@ -7,11 +7,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from shardopt.core._errors import calling, error_text
 from shardopt.core._types import PyTree, TrainState
 from shardopt.local_updates._state import PerReplica
+from shardopt.runtime._processes import gather_to_host
 from shardopt.step._inputs import put
 
 _REMEDY = "wrap the optimizer, as in optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)."
@@ -140,10 +140,7 @@ def _is_injected(node: object) -> bool:
 
 def _on_host(injected: _Injected) -> np.ndarray:
     """Return the value as numpy; return one value if all replicas have the same."""
-    value, sharding = injected.value, getattr(injected.value, "sharding", None)
-    if isinstance(sharding, NamedSharding) and not (sharding.is_fully_addressable or sharding.is_fully_replicated):
-        value = jax.jit(lambda x: x, out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))(value)
-    value = np.asarray(jax.device_get(value))
+    value = gather_to_host(injected.value)
     return value[0] if injected.per_replica and (value == value[:1]).all() else value
 
 

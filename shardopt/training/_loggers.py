@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Log = Callable[[int, Mapping[str, float]], object]
+OpenedLog = tuple[Log, Callable[[], object]]
+"""The functions that log a step and that close the log."""
+
 ShowBatches = Callable[[int, int | None], None]
 
 
@@ -72,7 +76,18 @@ def tensorboard(directory: str | os.PathLike[str]) -> Log:
     require("tensorboardX", extra="tensorboard")
     if folder.is_file():
         raise ValueError(format_error("tensorboard", f"{str(folder)!r} is a file.", fix="name a folder."))
-    return _TensorBoard(folder)
+
+    def start(step: int) -> OpenedLog:
+        writer = import_module("tensorboardX").SummaryWriter(str(folder), purge_step=step)
+
+        def log(step: int, metrics: Mapping[str, float]) -> None:
+            for name, value in metrics.items():
+                writer.add_scalar(name, value, step)
+            writer.flush()
+
+        return log, writer.close
+
+    return ReopenedLog(start)
 
 
 def as_loggers(log: Log | Sequence[Log] | None) -> tuple[Log, ...]:
@@ -163,25 +178,22 @@ def _is_before(line: str, step: int) -> bool:
         return False
 
 
-class _TensorBoard:
-    """The logger of `tensorboard`. The first metric opens the writer; after `close`, the next metric opens it again."""
+class ReopenedLog:
+    """A logger whose first metric opens a log by `start(step)`; after `close`, the next metric opens it again."""
 
-    def __init__(self, directory: Path):
-        self._directory, self._writer = directory, None
+    def __init__(self, start: Callable[[int], OpenedLog]):
+        self._start = start
+        self._opened: OpenedLog | None = None
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._writer is None:
-            from tensorboardX import SummaryWriter
-
-            self._writer = SummaryWriter(str(self._directory), purge_step=step)
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        self._opened = self._opened or self._start(step)
+        self._opened[0](step, metrics)
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        """Close the log, if it is open."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened[1]()
 
 
 def _path(path: str | os.PathLike[str]) -> Path:

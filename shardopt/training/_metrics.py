@@ -88,7 +88,7 @@ class Meter:
             self._measured_from, self._steps, self._examples = time.perf_counter(), 0, 0
 
     def _fetch(self, pending: "_Pending", *, all_metrics: bool) -> dict[str, float]:
-        tolerated = _is_true(pending.tolerated)
+        tolerated = pending.tolerated is not None and bool(jax.device_get(pending.tolerated))
         names = [*pending.metrics] if all_metrics or tolerated else ["grad_norm"] if self._watch is not None else []
         requested = {name: pending.metrics[name] for name in ("loss", *names) if name in pending.metrics}
         fetched = jax.device_get(requested)
@@ -121,10 +121,6 @@ class _Pending(NamedTuple):
     examples: int
     reported: bool
     tolerated: jax.Array | None
-
-
-def _is_true(value: jax.Array | None) -> bool:
-    return value is not None and bool(jax.device_get(value))
 
 
 def _check_metrics(metrics: Mapping[str, jax.Array]) -> None:

@@ -6,16 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from shardopt.config._user_mesh import on_auto_axes
+from shardopt.config._user_mesh import on_auto_axes, on_auto_mesh
 from shardopt.core._errors import format_error, plural
 from shardopt.core._types import PyTree, TrainState, is_array_like, leaves_with_paths
 from shardopt.local_updates._state import PerReplica, Replicas
-from shardopt.mesh import on_mesh
 from shardopt.step._inputs import copied
 
-_WHO = "with_params"
+_CALLER = "with_params"
 
 
 def with_params(state: TrainState, values: PyTree) -> TrainState:
@@ -64,10 +63,10 @@ def with_params(state: TrainState, values: PyTree) -> TrainState:
     """
     if not isinstance(state, TrainState):
         fix = "pass the state that opt.init or opt.step returned."
-        raise TypeError(format_error(_WHO, f"state must be a TrainState, got {type(state).__name__}.", fix=fix))
+        raise TypeError(format_error(_CALLER, f"state must be a TrainState, got {type(state).__name__}.", fix=fix))
     if isinstance(state.step, jax.Array) and state.step.is_deleted():
         problem = "this state was given to step already, which takes over its memory."
-        raise ValueError(format_error(_WHO, problem, fix="pass the state that step returned."))
+        raise ValueError(format_error(_CALLER, problem, fix="pass the state that step returned."))
     new_leaves = leaves_with_paths(values)
     param_leaves = leaves_with_paths(state.params)
     _check(param_leaves, new_leaves)
@@ -98,14 +97,13 @@ def _check(param_leaves: list[tuple[str, Any]], new_leaves: list[tuple[str, Any]
     if unknown_paths:
         fix = f"name parameters by their key paths, such as {', '.join(known_paths[:8])}."
         raise ValueError(
-            format_error(_WHO, f"{plural(len(unknown_paths), 'value')} named no parameter.", unknown_paths, fix)
+            format_error(_CALLER, f"{plural(len(unknown_paths), 'value')} named no parameter.", unknown_paths, fix)
         )
     duplicate_paths = sorted({path for path in new_paths if new_paths.count(path) > 1 or known_paths.count(path) > 1})
     if duplicate_paths:
         problem = f"{plural(len(duplicate_paths), 'key path')} stands for several leaves."
-        raise ValueError(
-            format_error(_WHO, problem, duplicate_paths, "give each value one leaf, with a key path of its own.")
-        )
+        fix = "give each value one leaf, with a key path of its own."
+        raise ValueError(format_error(_CALLER, problem, duplicate_paths, fix))
     wrong_kind = [
         f"{path}: {_kind(leaves[path].dtype)}, got {_value_text(value)}"
         for path, value in new_leaves
@@ -113,7 +111,7 @@ def _check(param_leaves: list[tuple[str, Any]], new_leaves: list[tuple[str, Any]
     ]
     if wrong_kind:
         problem = "values must be arrays or numbers of the kind that they replace."
-        raise TypeError(format_error(_WHO, problem, wrong_kind, "convert them, as by value.astype(dtype)."))
+        raise TypeError(format_error(_CALLER, problem, wrong_kind, "convert them, as by value.astype(dtype)."))
     wrong_shape = [
         f"{path}: shape {leaves[path].shape}, got {np.shape(value)}"
         for path, value in new_leaves
@@ -121,13 +119,13 @@ def _check(param_leaves: list[tuple[str, Any]], new_leaves: list[tuple[str, Any]
     ]
     if wrong_shape:
         problem = f"{plural(len(wrong_shape), 'value')} of another shape."
-        raise ValueError(format_error(_WHO, problem, wrong_shape, "give each value the shape of the parameter."))
+        raise ValueError(format_error(_CALLER, problem, wrong_shape, "give each value the shape of the parameter."))
     out_of_range = [
         f"{path}: {leaves[path].dtype}" for path, value in new_leaves if not _holds(leaves[path].dtype, value)
     ]
     if out_of_range:
         problem = f"{plural(len(out_of_range), 'parameter')} cannot hold the integers given."
-        raise ValueError(format_error(_WHO, problem, out_of_range, "give values within the range of the dtype."))
+        raise ValueError(format_error(_CALLER, problem, out_of_range, "give values within the range of the dtype."))
 
 
 def _is_key(leaf: Any) -> bool:
@@ -186,11 +184,9 @@ def _placed_like(old: jax.Array, value: Any) -> jax.Array:
 
 def _unstacked(sharding: Sharding, *, num_stacked_dims: int) -> Sharding:
     """Return the sharding of one value, without the leading dims over which copies are stacked."""
-    return (
-        NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[num_stacked_dims:]))
-        if isinstance(sharding, NamedSharding)
-        else sharding
-    )
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[num_stacked_dims:]))
 
 
 @functools.lru_cache(maxsize=256)
@@ -199,6 +195,4 @@ def _copy_program(shape: tuple[int, ...], dtype: Any, impl: str | None, sharding
         leaf = value.astype(dtype) if impl is None else jax.random.wrap_key_data(value, impl=impl)
         return copied(jnp.broadcast_to(leaf, shape))
 
-    auto_sharding = on_auto_axes(sharding)
-    mesh = auto_sharding.mesh if isinstance(auto_sharding, NamedSharding) else None
-    return jax.jit(on_mesh(mesh, run) if isinstance(mesh, Mesh) else run, out_shardings=sharding)
+    return jax.jit(on_auto_mesh(sharding, run), out_shardings=sharding)

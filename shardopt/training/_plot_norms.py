@@ -78,24 +78,24 @@ def plot_norms(log: str | os.PathLike[str] | Sequence[Mapping[str, float]], *, p
 
 def read_norms(lines: Sequence[Mapping[str, float | None]], kind: str) -> HeatMap | None:
     """Return the norms of a kind, such as "gradient_norm", in the lines of a log; None if there are none."""
-    squares: dict[str, dict[int, float]] = {}
+    norms: dict[str, dict[int, float]] = {}
     for line in lines:
-        sums: dict[str, float] = {}
+        row_norms: dict[str, float] = {}
         for name, norm in line.items():
             if not name.startswith(f"{kind}/"):
                 continue
             leaf_path = name.removeprefix(f"{kind}/")
             last = leaf_path.rpartition("/")[2]
             row = last if last.removeprefix(_LAYER).isdigit() and last.startswith(_LAYER) else leaf_path
-            sums[row] = sums.get(row, 0.0) + (math.nan if norm is None else norm**2)
-        for row, total in sums.items():
-            squares.setdefault(row, {})[int(line["step"] or 0)] = total  # a step that was taken again counts once
-    if not squares:
+            row_norms[row] = math.hypot(row_norms.get(row, 0.0), math.nan if norm is None else norm)
+        for row, norm in row_norms.items():
+            norms.setdefault(row, {})[int(line["step"] or 0)] = norm  # a step that was taken again counts once
+    if not norms:
         return None
-    layers = sorted((row for row in squares if row.startswith(_LAYER)), key=lambda row: int(row[len(_LAYER) :]))
-    leaves = [row for row in squares if not row.startswith(_LAYER)]
-    steps = sorted({step for of_row in squares.values() for step in of_row})
-    values = [[math.sqrt(squares[row][s]) if s in squares[row] else -1.0 for s in steps] for row in [*leaves, *layers]]
+    layers = sorted((row for row in norms if row.startswith(_LAYER)), key=lambda row: int(row[len(_LAYER) :]))
+    leaves = [row for row in norms if not row.startswith(_LAYER)]
+    steps = sorted({step for by_step in norms.values() for step in by_step})
+    values = [[norms[row].get(step, -1.0) for step in steps] for row in [*leaves, *layers]]
     return HeatMap((*leaves, *layers), len(leaves), np.array(steps), np.array(values))
 
 

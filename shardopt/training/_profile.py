@@ -2,7 +2,6 @@
 
 import contextlib
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import jax
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import format_error
 from shardopt.core._types import PyTree
+from shardopt.runtime._processes import handled_signals
 
 SIGNALLED_STEPS = 5
 """The number of steps in a profile that a signal asks for."""
@@ -36,16 +36,11 @@ class Profiler:
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Take SIGUSR1 as a request, in the main thread; at the end, stop a profile that is in progress."""
-        previous = None
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        if in_main_thread:
-            previous = signal.signal(signal.SIGUSR1, self._request)
-        try:
-            yield
-        finally:
-            self._stop()
-            if in_main_thread:
-                signal.signal(signal.SIGUSR1, signal.SIG_DFL if previous is None else previous)
+        with handled_signals([signal.SIGUSR1], self._request):
+            try:
+                yield
+            finally:
+                self._stop()
 
     def before(self, step: int) -> contextlib.AbstractContextManager[object]:
         """Start a profile if one is due; return the annotation of the step."""

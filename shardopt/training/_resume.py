@@ -5,7 +5,6 @@ import dataclasses
 import json
 import re
 import signal
-import threading
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from shardopt.checkpoint._checkpoints import Checkpoints
+from shardopt.checkpoint._checkpoints import Checkpoints, check_may_resume
 from shardopt.checkpoint._hashed import is_hashed
 from shardopt.checkpoint._memory import MemorySnapshot, place_snapshot
 from shardopt.checkpoint._multihost import exchange
@@ -27,6 +26,7 @@ from shardopt.core import _early_stopping as stopping
 from shardopt.core._early_stopping import EarlyStopping, StoppingState
 from shardopt.core._errors import CheckpointError, DamagedCheckpointError, NonFiniteLossError, format_error, plural
 from shardopt.core._types import PyTree, TrainState, leaves_with_paths
+from shardopt.runtime._processes import handled_signals
 from shardopt.step._batches import as_arrays
 from shardopt.step._inputs import is_init_fn
 from shardopt.step._optimizer import ShardedOptimizer
@@ -98,10 +98,7 @@ class SavedStates:
         latest, snapshot = self._newest()
         if checkpoints is None or latest is None:
             return self._initialized(state), StoppingState()
-        if not checkpoints.resume:
-            problem = f"{checkpoints.directory} already has checkpoints, the last of step {latest}."
-            fix = "pass resume=True to so.Checkpoints to go on from there, or choose another folder."
-            raise ValueError(format_error("fit", problem, fix=fix))
+        check_may_resume("fit", checkpoints, latest)
         step = step_of(state)
         if latest <= step:
             self.say(
@@ -113,7 +110,7 @@ class SavedStates:
             problem = f"no snapshot or checkpoint in {checkpoints.directory} holds the state that it was saved from."
             fix = "bring one back from a copy, or start again in another folder."
             raise DamagedCheckpointError(format_error("fit", problem, fix=fix))
-        position, saved_stopping = extra.get("batches"), extra.get("early_stopping")
+        position = extra.get("batches")
         if spikes is not None:
             spikes.restore(extra.get("spikes"))
         stream_text = "the data from its beginning: the checkpoint holds no position"
@@ -123,7 +120,7 @@ class SavedStates:
             fix = "save with so.fit, or put the batches into their place before it is called."
             warnings.warn(format_error("fit", f"{stream_text}; rows are seen again.", fix=fix), stacklevel=6)
         self.say(f"Resuming from step {latest} in {source}, {stream_text}.")
-        stopping_state = None if rule is None or saved_stopping is None else stopping.from_json(rule, saved_stopping)
+        stopping_state = stopping.from_json(rule, extra.get("early_stopping"))
         if rule is not None and stopping_state is None:
             self.say(
                 f"Early stopping starts counting again: the checkpoint knows nothing of {rule.metric!r} ({rule.mode})."
@@ -277,17 +274,10 @@ def catch_signals() -> Iterator[Callable[[], str | None]]:
             raise KeyboardInterrupt
         verdicts.append(_VERDICT_OF_SIGNAL[signal.Signals(number)])
 
-    previous_handlers = {}
-    try:
-        if threading.current_thread() is threading.main_thread():
-            for number in _VERDICT_OF_SIGNAL:
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    previous_handlers[number] = signal.signal(number, record)
+    with handled_signals(
+        [number for number in _VERDICT_OF_SIGNAL if signal.getsignal(number) is not signal.SIG_IGN], record
+    ):
         yield lambda: verdicts[0] if verdicts else None
-    finally:
-        for number, handler in previous_handlers.items():
-            # None means a handler that was not installed from Python, so Python cannot restore it.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 END = object()
@@ -355,22 +345,15 @@ class Stream:
                 problem = f"the batches end after {self.drawn}, but the checkpoint was saved after {count}."
                 raise ValueError(format_error("fit", problem, fix="pass a fresh iterator over the same data."))
         if processes_changed and _checksum_of_values(self._last_batch) != position["values"]:
-            old_processes, new_processes = (
-                plural(position["processes"], "process"),
-                plural(jax.process_count(), "process"),
-            )
-            problem = f"{old_processes} drew other rows in batch {count - 1} than {new_processes}: rows would be seen twice, or never."
+            before, now = (plural(number, "process") for number in (position["processes"], jax.process_count()))
+            problem = f"{before} drew other rows in batch {count - 1} than {now}: rows would be seen twice, or never."
             fix = (
                 "let the rows of a global batch not depend on the number of processes: shuffle first, then let process p of n "
                 "take rows p, p + n, ... of each global batch; or let every process draw the whole global batch."
             )
             raise ValueError(format_error("fit", problem, fix=fix))
-        saved_checksum = position.get("last")
-        if (
-            saved_checksum is not None
-            and jax.process_index() == 0
-            and _checksum(self._last_batch) not in (None, saved_checksum)
-        ):
+        saved_checksum = position.get("last") if jax.process_index() == 0 else None
+        if saved_checksum is not None and _checksum(self._last_batch) not in (None, saved_checksum):
             problem = f"the batches do not come as in the run that saved the checkpoint: batch {count - 1} is another."
             fix = (
                 "shuffle by a fixed seed, the same each time the iterator is made, or give it get_state and set_state, "

@@ -40,19 +40,19 @@ class Spikes:
       includes_nonfinite: whether a loss or norm that is not finite is a spike.
 
     Attributes:
-      found: the first spike since the last rollback, or None.
+      pending: the first spike since the last rollback, which the run will go back from; or None.
       rollbacks: the number of rollbacks to the snapshot of a step.
     """
 
     def __init__(self, *, includes_nonfinite: bool):
         self._includes_nonfinite = includes_nonfinite
         self._values: deque[tuple[float, float]] = deque(maxlen=WINDOW)
-        self.found: Spike | None = None
+        self.pending: Spike | None = None
         self.rollbacks: dict[int, int] = {}
 
     def watch(self, step: int, position: int, values: Mapping[str, float]) -> bool:
         """Take the values of a step; return whether the run will go back from it."""
-        if self.found is not None:
+        if self.pending is not None:
             return True
         pair = values["loss"], values.get("grad_norm", 0.0)
         if not all(map(math.isfinite, pair)):
@@ -63,7 +63,7 @@ class Spikes:
                 self._values.append(pair)
         if is_spike:
             named = {name: values[name] for name in ("loss", "grad_norm") if name in values}
-            self.found = Spike(step, position, named)
+            self.pending = Spike(step, position, named)
         return is_spike
 
     def _is_above(self, x: float, column: int) -> bool:
@@ -79,15 +79,11 @@ class Spikes:
     def restore(self, saved: Json) -> None:
         """Take the window of a checkpoint, and forget the spike."""
         self._values = deque(((loss, norm) for loss, norm in saved or []), maxlen=WINDOW)
-        self.found = None
+        self.pending = None
 
 
 def spikes_of(
-    opt: ShardedOptimizer,
-    opt_state: PyTree,
-    on_nonfinite: str,
-    on_spike: str | None,
-    checkpoints: Checkpoints | None,
+    opt: ShardedOptimizer, opt_state: PyTree, on_nonfinite: str, on_spike: str | None, checkpoints: Checkpoints | None
 ) -> Spikes | None:
     """Check three arguments of `fit`; return the search for spikes, or None if the run never goes back.
 

@@ -2,16 +2,13 @@
 
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
 from shardopt.core._errors import calling
 from shardopt.core._extras import require
-from shardopt.training._loggers import Log
-
-Opened = tuple[Log, Callable[[], object]]
-"""The functions that log a step and that end the tracker's run."""
+from shardopt.training._loggers import Log, OpenedLog, ReopenedLog
 
 _NOT_IN_MLFLOW = re.compile(r"[^\w\-. :/]")
 """MLflow refuses other characters in the name of a metric."""
@@ -37,12 +34,12 @@ def wandb(project: str, run: str, **options: Any) -> Log:
     """
     require("wandb", extra="wandb")
 
-    def start() -> Opened:
+    def start(_: int) -> OpenedLog:
         started = import_module("wandb").init(project=project, id=run, name=run, resume="allow", **options)
         started.define_metric("*", step_metric="step")
         return lambda step, metrics: started.log({"step": step, **metrics}), started.finish
 
-    return _Tracker(start)
+    return ReopenedLog(start)
 
 
 @calling("mlflow")
@@ -61,7 +58,7 @@ def mlflow(experiment: str, run: str) -> Log:
     """
     require("mlflow", extra="mlflow")
 
-    def start() -> Opened:
+    def start(_: int) -> OpenedLog:
         package = import_module("mlflow")
         client = package.MlflowClient()
         known = client.get_experiment_by_name(experiment)
@@ -77,7 +74,7 @@ def mlflow(experiment: str, run: str) -> Log:
 
         return log, lambda: client.set_terminated(run_id)
 
-    return _Tracker(start)
+    return ReopenedLog(start)
 
 
 @calling("trackio")
@@ -96,25 +93,8 @@ def trackio(project: str, run: str, **options: Any) -> Log:
     """
     require("trackio", extra="trackio")
 
-    def start() -> Opened:
+    def start(_: int) -> OpenedLog:
         started = import_module("trackio").init(project=project, name=run, resume="allow", **options)
         return lambda step, metrics: started.log(dict(metrics), step=step), started.finish
 
-    return _Tracker(start)
-
-
-class _Tracker:
-    """A logger whose first metric starts the tracker's run; after `close`, the next metric continues it."""
-
-    def __init__(self, start: Callable[[], Opened]):
-        self._start = start
-        self._opened: Opened | None = None
-
-    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._opened = self._opened or self._start()
-        self._opened[0](step, metrics)
-
-    def close(self) -> None:
-        opened, self._opened = self._opened, None
-        if opened is not None:
-            opened[1]()
+    return ReopenedLog(start)

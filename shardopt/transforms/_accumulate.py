@@ -8,10 +8,10 @@ import optax
 
 from shardopt.core._arguments import check_count, check_transformation
 from shardopt.core._errors import calling
-from shardopt.core._types import PyTree
+from shardopt.core._types import PyTree, wide_zeros
 from shardopt.reducers import PerDevice
 from shardopt.reducers._axis import agreeing_cond
-from shardopt.reducers._reducer import check_alike, check_leaves, zeros_like
+from shardopt.reducers._reducer import check_alike, check_leaves
 
 
 class AccumulateState(NamedTuple):
@@ -79,7 +79,7 @@ class _Accumulate(NamedTuple):
     @calling("accumulate")
     def init(self, params: PyTree) -> AccumulateState:
         check_leaves(params)
-        return AccumulateState(jnp.zeros((), jnp.int32), PerDevice(zeros_like(params)), self.tx.init(params))
+        return AccumulateState(jnp.zeros((), jnp.int32), PerDevice(wide_zeros(params)), self.tx.init(params))
 
     @calling("accumulate")
     def update(

@@ -44,6 +44,20 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 4}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+SIGMOID_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "routed_scaling_factor": 1.5,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
 
 CASES = {
     "llama2": ("llama", {"num_key_value_heads": 4}),
@@ -260,6 +274,29 @@ CASES = {
         },
     ),
     "vaultgemma": ("vaultgemma", GEMMA),
+    "internlm3": ("internlm3", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
+    "iquestcoder": ("iquestcoder", {"head_dim": 16}),
+    "gpt_bigcode": ("gpt_bigcode", {"n_inner": 48, "num_key_value_heads": None, "intermediate_size": None}),
+    "gpt_neo": (
+        "gpt_neo",
+        {"window_size": 4, "attention_types": [[["global", "local"], 1]], "num_key_value_heads": None},
+    ),
+    "gptj": (
+        "gptj",
+        {"rotary_dim": 4, "n_inner": 48, "num_key_value_heads": None, "intermediate_size": None},
+    ),
+    "youtu": ("youtu", LATENT | {"pad_token_id": None}),  # transformers clears the row of such a token as it loads
+    "glm4_moe_lite": ("glm4_moe_lite", LATENT | SIGMOID_EXPERTS | {"num_hidden_layers": 3}),
+    "solar_open": ("solar_open", SIGMOID_EXPERTS | {"head_dim": 16, "attention_bias": True, "intermediate_size": None}),
+    "minimax_m2": (
+        "minimax_m2",
+        EXPERTS
+        | {
+            "head_dim": 16,
+            "intermediate_size": 24,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
 }
 
 

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 
 from shardopt.hlo._collective import permute_pairs, read_groups, replica_groups
+from shardopt.hlo._walk import KINDS
 from shardopt.hlo.proof import _collectives, _indexing, _rules
 from shardopt.hlo.proof._convolution import convolution
+from shardopt.hlo.proof._cublas import Gemm, read_gemm
 from shardopt.hlo.proof._lines import Groups, Line, array_shape, leaves
 from shardopt.hlo.proof._lookup import noted
 from shardopt.hlo.proof._numbers import iota, known, literal
@@ -30,11 +32,8 @@ Result = Any
 """A `Value`, or a tuple of results."""
 
 MAX_TURNS = 12
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 _UNNOTED = (
     "fusion",
-    "async-start",
-    "call-start",
     "get-tuple-element",
     "while",
     "conditional",
@@ -45,11 +44,9 @@ _UNNOTED = (
 _IN_ORDER = (
     *BY_ELEMENT,
     *_UNNOTED,
-    *("reshape", "bitcast", "copy-start", "copy-done", "parameter", "async-done", "async-update"),
-    *("reduce-scatter", "reduce-scatter-start", "all-reduce", "all-reduce-start", "broadcast", "collective-permute"),
+    *("reshape", "bitcast", "slice", "parameter", "reduce-scatter", "all-reduce", "broadcast", "collective-permute"),
 )
 """These keep the elements of an array in their order."""
-_THROUGH = ("async-done", "async-update", "copy-done", *(f"{kind}-done" for kind in COLLECTIVES))
 
 
 class Walk:
@@ -106,7 +103,7 @@ class Walk:
             fault = Fault(False, line.order, problem.reason)
         except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
             fault = Fault(False, line.order, f"the rule of {line.opcode} does not cover this form of it ({error!r}).")
-        return faulty(_result_shape(line), frozenset([fault]))
+        return faulty(line.shape, frozenset([fault]))
 
     def _line(self, line: Line, operands: Sequence[Result], shapes: Sequence[str]) -> Result:
         opcode = line.opcode
@@ -114,9 +111,9 @@ class Walk:
             return tuple(operands)
         if opcode == "get-tuple-element":
             return operands[0][int(line.attributes["index"])] if isinstance(operands[0], tuple) else operands[0]
-        if opcode in _THROUGH or opcode in ("optimization-barrier", "opt-barrier"):
+        if opcode in ("optimization-barrier", "opt-barrier"):
             return operands[0]
-        if opcode in ("fusion", "call", "async-start", "call-start"):
+        if opcode in ("fusion", "call"):
             return self.run(line.callee, tuple(operands))
         if opcode == "while":
             return self._while(line, operands[0])
@@ -130,11 +127,10 @@ class Walk:
             positions = np.arange(self.devices)
             ids = positions % self.partitions if opcode == "partition-id" else positions // self.partitions
             return known(ids.astype(np.uint32), self.devices, line.order)
-        kind = opcode.removesuffix("-start")
-        if kind in COLLECTIVES:
-            return self._collective(line, kind, operands)
+        if opcode in KINDS:
+            return self._collective(line, opcode, operands)
         if faults := _faults(operands):
-            return faulty(_result_shape(line), faults)
+            return faulty(line.shape, faults)
         return self._local(line, list(operands), shapes)
 
     def _local(self, line: Line, operands: list[Value], shapes: Sequence[str]) -> Result:
@@ -155,8 +151,6 @@ class Walk:
             return self._reduce(line, operands)
         if opcode == "scatter":
             return _indexing.scatter(line, operands, devices, self.reduction(line.callee))
-        if opcode == "copy-start":
-            return operands[0]
         if opcode == "bitcast" and operands[0].data is None and not operands[0].parts:
             return _rules.bitcast(operands[0], shapes[0], line.shape, line.dims)._replace(constant=constant)
         if opcode in _SPECIAL and not any(operand.parts for operand in operands):
@@ -196,26 +190,51 @@ class Walk:
             dims = (*mixed.dims[:-1], whole(shape[-1], self.devices))
             return (Value(shape, dims, mixed.hidden),) * 2
         if target == "AllocateBuffer":  # the program writes all of it before it reads it
-            shape = line.dims
-            dims = tuple(same_everywhere(size, self.devices) for size in shape)
-            return Value(shape, dims, constant=True, fill=0)
+            return self._allocated(line.dims)
+        if gemm := read_gemm(line.attributes):
+            return self._gemm(line, gemm, operands)
         if target.startswith("lapack_") or target in ("Cholesky", "Qr", "Eigh"):
-            return self._of_matrices(line, operands)
+            return self._of_whole_dims(line, operands, 2)
+        if target == "tpu_custom_call" and '"has_communication":true' not in line.rest.replace(" ", ""):
+            return self._of_whole_dims(line, operands, max(len(operand.shape) for operand in operands))
         raise Unproved(f"no rule covers the custom call {target}.")
 
-    def _of_matrices(self, line: Line, operands: list[Value]) -> Result:
-        """Decompositions: the last two dims are matrices, and whole; the dims before are a batch."""
+    def _gemm(self, line: Line, gemm: Gemm, operands: list[Value]) -> Result:
+        shape, *workspaces = leaves(line.shape)
+        array = line._replace(shape=shape)
+        left, right, *others = operands
+        value = _rules.product(array, left, right, gemm.batch, gemm.contracting)
+        if gemm.bias:
+            last = array._replace(attributes={"dimensions": f"{{{len(value.shape) - 1}}}"}, opcode="broadcast")
+            others[-1] = _rules.apply(last, others[-1:], self.devices)
+        for other in others:
+            value = _rules.apply(array._replace(opcode="add"), [value, other], self.devices)
+        if gemm.function:
+            value = _rules.apply(array._replace(opcode="tanh"), [value], self.devices)
+        constant = all(operand.constant for operand in operands)
+        result = _rules.without_known_devices(value._replace(constant=constant))
+        empty = [self._allocated(array_shape(workspace)) for workspace in workspaces]
+        return (result, *empty) if line.shape.startswith("(") else result
+
+    def _allocated(self, shape: tuple[int, ...]) -> Value:
+        return Value(shape, tuple(same_everywhere(size, self.devices) for size in shape), constant=True, fill=0)
+
+    def _of_whole_dims(self, line: Line, operands: list[Value], count: int) -> Result:
+        """Return a function of the last dims, which are whole; the dims before are a batch.
+
+        Decompositions read two dims. A kernel reads all dims, and its devices may have their own elements of other dims.
+        """
         rank = max(len(operand.shape) for operand in operands)
         batch = next(operand for operand in operands if len(operand.shape) == rank)
         for operand in operands:
-            if not all(_rules.is_whole(dim) for dim in operand.dims[max(len(operand.shape) - 2, 0) :]):
-                raise Unproved("it decomposes matrices of which each device holds a piece.")
+            if not all(_rules.is_whole(dim) for dim in operand.dims[max(len(operand.shape) - count, 0) :]):
+                raise Unproved("it mixes the elements of dims of which each device holds a piece.")
         hidden = merged_hidden(used(operand.hidden, line.order) for operand in operands)
         results = []
         for shape in leaves(line.shape):
             sizes = array_shape(shape)
             dims = tuple(
-                batch.dims[i] if i < rank - 2 and size == batch.shape[i] else whole(size, self.devices)
+                batch.dims[i] if i < rank - count and size == batch.shape[i] else whole(size, self.devices)
                 for i, size in enumerate(sizes)
             )
             results.append(Value(sizes, dims, hidden))
@@ -264,9 +283,10 @@ class Walk:
             return self._tuple_all_to_all(line, operands)
         if kind == "collective-permute" and len(operands) != 1:
             raise Unproved("no rule covers a permute in place.")
+        if kind in ("collective-broadcast", "ragged-all-to-all"):
+            raise Unproved(f"no rule covers {kind}.")
         results = []
-        shape = _result_shape(line)
-        shapes = leaves(shape)
+        shapes = leaves(line.shape)
         for i, operand in enumerate(operands):
             if not isinstance(operand, Value):
                 raise Unproved(f"no rule covers {kind} of a tuple.")
@@ -279,7 +299,7 @@ class Walk:
                 results.append(faulty(shapes[i], frozenset([Fault(True, line.order, problem.reason, problem.groups)])))
             except Unproved as problem:
                 results.append(faulty(shapes[i], frozenset([Fault(False, line.order, problem.reason)])))
-        return tuple(results) if shape.startswith("(") else results[0]
+        return tuple(results) if line.shape.startswith("(") else results[0]
 
     def _one_collective(self, line: Line, kind: str, value: Value) -> Value:
         if kind == "collective-permute":
@@ -291,8 +311,6 @@ class Walk:
         groups = self._groups(line, has_global_flag=kind in ("all-reduce", "all-gather", "reduce-scatter"))
         if kind == "all-reduce":
             return self._by_part(value, lambda part: self._reduced(line, part, groups))
-        if kind == "collective-broadcast":
-            raise Unproved("no rule covers collective-broadcast.")
         (dim,) = line.integers("dimensions")
         if value.parts and dim == along(value):
             raise Unproved(f"{kind} along the dim in which a bucket joins its pieces.")
@@ -333,15 +351,6 @@ class Walk:
         received = _collectives.exchanged(stacked, 0, groups)
         element = Value(operands[0].shape, received.dims[1:], received.hidden)
         return (element,) * n
-
-
-def _result_shape(line: Line) -> str:
-    """Return the shape of the results: that of a `-start` also has its operands and contexts."""
-    if not line.opcode.endswith("-start") or not line.shape.startswith("("):
-        return line.shape
-    if line.opcode == "copy-start":
-        return leaves(line.shape)[0]
-    return line.shape if line.opcode in ("all-reduce-start", "async-start", "call-start") else leaves(line.shape)[1]
 
 
 _SPECIAL = {

@@ -27,12 +27,16 @@ from shardopt.hlo.proof._interpret_numpy import (
     wide_float,
     widened,
 )
-from shardopt.hlo.proof._interpret_shards import cut, error_between, join, read_literal, read_shape
+from shardopt.hlo.proof._interpret_shards import cut, error_between, join, read_literal, read_shape, written_shardings
+from shardopt.hlo.proof._opened import opened
 
 Value = Any
 """An array [devices, ...local shape], or a tuple of values."""
 Step = Callable[[Devices, list[Value]], Value]
 MAX_ITERATIONS = 100_000
+_PASSED = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "optimization-barrier")
+_PASSED += ("fusion", "call", "while", "conditional")
+"""These compute no numbers of their own."""
 
 
 class CannotInterpretError(NotImplementedError):
@@ -98,20 +102,27 @@ class Interpreter:
     Attributes:
       module: the parsed module.
       exact: whether to compute in double precision, with no rounding in between, whatever the types of floats are.
+      limit: the most numbers that are computed, of all devices, and in all turns of loops; None is no limit.
+      moved: constants that are replaced, by their numbers.
       watch: called with the computation, the instruction and its value after each step.
       replicas: the number of replicas.
       partitions: the number of partitions of each replica.
+      computed: how many numbers are computed so far.
     """
 
     module: Module
     exact: bool = False
+    limit: int | None = None
+    moved: dict[float, float] = field(default_factory=dict)
     watch: Callable[[str, Instruction, Value], object] | None = None
     replicas: int = field(init=False)
     partitions: int = field(init=False)
+    computed: int = field(init=False, default=0)
     _steps: dict[str, tuple[list[tuple[Step, tuple[int, ...], Instruction]], int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Read the number of devices."""
+        """Read the number of devices, and make asynchronous instructions synchronous."""
+        self.module = opened(self.module)
         self.replicas, self.partitions = (
             header_count(self.module.header, key) for key in ("replica_count", "num_partitions")
         )
@@ -128,9 +139,8 @@ class Interpreter:
 
     def shard(self, inputs: Sequence[np.ndarray], shardings: Sequence[str] | None = None) -> list[np.ndarray]:
         """Cut whole arguments by shardings, by default those that the text states of the parameters."""
-        if shardings is None:
-            shardings = [attributes(line).get("sharding", "{replicated}") for line in self.parameters]
         count = self.replicas * self.partitions
+        shardings = written_shardings(self.parameters, count) if shardings is None else shardings
         return [cut(np.asarray(value), sharding, count) for value, sharding in zip(inputs, shardings, strict=True)]
 
     def run(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -146,6 +156,7 @@ class Interpreter:
     def _results(self, devices: Devices, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
         if self.exact:
             inputs = [value.astype(wide_float(value.dtype)) for value in inputs]
+        self.computed = 0
         with np.errstate(all="ignore"):
             result = self.call(self.module.entry, devices, list(inputs))
         return list(result) if isinstance(result, tuple) else [result]
@@ -167,6 +178,9 @@ class Interpreter:
                 except (ValueError, IndexError, TypeError, KeyError) as error:
                     raise CannotInterpretError(instruction, str(error)) from error
             values.append(value)
+            self.computed += 0 if instruction.opcode in _PASSED else _size(value)
+            if self.limit is not None and self.computed > self.limit:
+                raise CannotInterpretError(instruction, f"until then {self.computed:,} numbers are computed, too many")
             if self.watch is not None:
                 self.watch(name, instruction, value)
         return values[root]
@@ -209,11 +223,11 @@ class Interpreter:
             numbers = iota(line)
             return lambda devices, values: numbers(len(devices.positions))
         if opcode == "constant":
-            literal = read_literal(
-                instruction.rest.partition("), ")[0].rpartition(")")[0] or instruction.rest.partition(")")[0],
-                line.result,
-            )
+            text = instruction.rest.partition("), ")[0].rpartition(")")[0] or instruction.rest.partition(")")[0]
+            literal = read_literal(text, read_shape(instruction.shape)).astype(line.result.dtype)
             literal = exact_reciprocals(literal) if self.exact and literal.dtype.kind == "f" else literal
+            if literal.ndim == 0:
+                literal = np.array(self.moved.get(float(literal), literal), literal.dtype)
             return lambda devices, values: np.broadcast_to(literal, (len(devices.positions), *literal.shape))
         builder = getattr(self, "_" + opcode.replace("-", "_"), None)
         if builder is None:
@@ -244,17 +258,10 @@ class Interpreter:
         return lambda devices, values: (devices.positions // self.partitions).astype(np.uint32)
 
     def _fusion(self, line: Line) -> Step:
-        name = self._callee(line, "calls", "to_apply", "called_computations")
+        name = self._callee(line, "calls", "to_apply")
         return lambda devices, values: self.call(name, devices, values)
 
-    _call = _async_start = _call_start = _fusion
-
-    def _async_done(self, line: Line) -> Step:
-        return lambda devices, values: values[0]
-
-    _async_update = _call_done = _async_done
-    _copy_start = _copy_done = _all_reduce_done = _all_gather_done = _async_done
-    _collective_permute_done = _slice_done = _async_done
+    _call = _fusion
 
     def _while(self, line: Line) -> Step:
         condition, body = (line.attributes[key].lstrip("%") for key in ("condition", "body"))
@@ -441,6 +448,10 @@ class Interpreter:
         groups = collectives.groups_of("all-to-all", line.attributes, self.devices)
         return lambda devices, values: collectives.exchange(values, devices.rows(groups))
 
+    def _ragged_all_to_all(self, line: Line) -> Step:
+        groups = collectives.groups_of("ragged-all-to-all", line.attributes, self.devices)
+        return lambda devices, values: collectives.ragged_all_to_all(values, devices.rows(groups))
+
     def _collective_broadcast(self, line: Line) -> Step:
         return self._each(
             "collective-broadcast",
@@ -457,11 +468,13 @@ class Interpreter:
 
         return step
 
-    _all_reduce_start, _all_gather_start, _collective_permute_start = _all_reduce, _all_gather, _collective_permute
-
 
 def _reduce_first(ufunc: Any, values: np.ndarray) -> np.ndarray:
     return reduce_rows(ufunc, values, 0)
+
+
+def _size(value: Value) -> int:
+    return sum(map(_size, value)) if isinstance(value, tuple) else value.size
 
 
 def _take(value: Value, rows: np.ndarray) -> Value:

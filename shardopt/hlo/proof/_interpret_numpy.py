@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from shardopt.hlo.proof._cublas import TARGETS, read_gemm
 from shardopt.hlo.proof._interpret_shards import Shape, from_memory, numbers, read_shape, to_memory
 
 Operation = Callable[..., Any]
@@ -626,7 +627,36 @@ def orgqr(line: Line) -> Operation:
     return apply
 
 
+def gemm(line: Line) -> Operation:
+    """Return a matrix product of cuBLAS; its workspaces are left out."""
+    config = read_gemm(line.attributes)
+    assert config is not None
+    shape = _results(line.shape)[0]
+    pairs = {"batch": config.batch, "contracting": config.contracting}
+    sides = [(i, side, key) for i, side in enumerate(("lhs", "rhs")) for key in pairs]
+    dims = {f"{side}_{key}_dims": f"{{{','.join(str(pair[i]) for pair in pairs[key])}}}" for i, side, key in sides}
+    product = _dot(Line("dot", shape, dims, line.operand_shapes[:2]))
+
+    def apply(left: np.ndarray, right: np.ndarray, *others: np.ndarray) -> Any:
+        result = config.alpha * product(left, right)
+        if config.beta:
+            result = result + config.beta * others[0]
+        if config.bias:
+            result = result + others[-1].reshape(len(left), *(1,) * (result.ndim - 2), -1)
+        if config.function:
+            result = _FUNCTIONS[config.function](result)
+        result = result.astype(read_shape(shape).dtype)
+        return (result, np.zeros((len(left), 0))) if line.shape.startswith("(") else result
+
+    return apply
+
+
+_FUNCTIONS = {
+    "RELU": lambda a: np.maximum(a, 0),
+    "GELU": lambda a: a / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (a + 0.044715 * a**3))),
+}
 CUSTOM_CALLS: dict[str, Callable[[Line], Operation]] = {"TopK": top_k}
+CUSTOM_CALLS |= dict.fromkeys(TARGETS, gemm)
 CUSTOM_CALLS |= {f"lapack_{letter}geqrf_ffi": geqrf for letter in "sd"}
 CUSTOM_CALLS |= {f"lapack_{letter}orgqr_ffi": orgqr for letter in "sd"}
 
@@ -660,6 +690,5 @@ _SHAPED: dict[str, Callable[[Line], Operation]] = {
     "reshape": _reshape,
     "reverse": _reverse,
     "slice": _slice,
-    "slice-start": _slice,
     "transpose": _transpose,
 }

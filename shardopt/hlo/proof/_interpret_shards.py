@@ -2,13 +2,16 @@
 
 import math
 import re
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
+from shardopt.core._errors import format_error
 from shardopt.hlo._collective import read_groups
+from shardopt.hlo._hlo_text import Instruction, attributes
 
 _NUMPY = {"pred": np.bool_, "f16": np.float16, "f32": np.float32, "f64": np.float64, "bf16": jnp.dtype("bfloat16").type}
 _NUMPY |= {
@@ -138,6 +141,15 @@ def tile_of_device(sharding: str, rank: int, devices: int) -> np.ndarray:
         places[device] = np.unravel_index(position, tiles)[:rank]
     places[-1] = tiles[:rank]
     return places
+
+
+def written_shardings(parameters: Sequence[Instruction], devices: int) -> list[str]:
+    """Return the shardings that a text states of its parameters; raise ValueError if it does not."""
+    shardings = [attributes(line).get("sharding", "{replicated}" if devices == 1 else "") for line in parameters]
+    if all(shardings):
+        return shardings
+    problem = "the text does not contain the shardings of all parameters."
+    raise ValueError(format_error("prove", problem, fix="pass inputs=, one sharding per parameter."))
 
 
 def cut(value: np.ndarray, sharding: str, devices: int) -> np.ndarray:

@@ -47,7 +47,7 @@ class Line(NamedTuple):
     @property
     def callee(self) -> str:
         """The computation that it calls or reduces with."""
-        return self.attributes.get("calls", self.attributes.get("to_apply", "")).strip(" %")
+        return self.attributes.get("calls", self.attributes.get("to_apply", "")).strip("{}% ")
 
 
 def read_lines(module: Module) -> tuple[dict[str, tuple[Line, ...]], list[Instruction]]:

@@ -18,7 +18,7 @@ from shardopt.hlo.proof._interpret import Interpreter, Value
 
 CLOSE = 1e-10
 """Values are the same if the sums of their powers agree up to this."""
-CALLS = ("fusion", "call", "while", "async-start", "call-start", "conditional")
+CALLS = ("fusion", "call", "while", "conditional")
 
 
 class Site(NamedTuple):

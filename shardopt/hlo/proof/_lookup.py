@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardopt.hlo._walk import KINDS
 from shardopt.hlo.proof._lines import Line, dtype_of
 from shardopt.hlo.proof._value import (
     Hidden,
@@ -48,7 +49,6 @@ class Rows(NamedTuple):
     row: Hidden
 
 
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 KEEP = ("broadcast", "reshape", "bitcast", "copy", "convert", "reduce-precision")
 _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}
 
@@ -57,7 +57,7 @@ def noted(line: Line, operands: Sequence[Value], result: Value, devices: int) ->
     """Return the result of an instruction with what is known about the numbers in it."""
     if result.faults or result.data is not None:
         return result
-    if line.opcode.removesuffix("-start") not in COLLECTIVES and (sums := _sums(line, operands)) != result.sums:
+    if line.opcode not in KINDS and (sums := _sums(line, operands)) != result.sums:
         result = result._replace(sums=sums)
     if line.opcode in KEEP and operands:
         is_mask = dtype_of(line.shape) == "pred"

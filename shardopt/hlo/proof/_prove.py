@@ -10,15 +10,17 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.stages import Compiled, Lowered
 
 from shardopt.core._errors import format_error
-from shardopt.hlo._hlo_text import Instruction, Module, attributes, entry_parameters, header_count, parse
+from shardopt.hlo._hlo_text import Instruction, Module, entry_parameters, header_count, parse
 from shardopt.hlo.proof._compare import Comparison, Difference, Reference, compare
 from shardopt.hlo.proof._computations import Result, Walk
+from shardopt.hlo.proof._interpret_shards import written_shardings
 from shardopt.hlo.proof._lines import array_shape, leaves, read_lines
 from shardopt.hlo.proof._locate import is_collective
+from shardopt.hlo.proof._opened import opened
 from shardopt.hlo.proof._proof import Proof, Unknown
 from shardopt.hlo.proof._report import describe
 from shardopt.hlo.proof._shardings import sharded
-from shardopt.hlo.proof._text import full_text
+from shardopt.hlo.proof._text import full_text, text_of
 from shardopt.hlo.proof._value import (
     INPUT,
     Fault,
@@ -52,10 +54,11 @@ class Source:
         return f"Source({len(self.text):,} characters)"
 
 
-def source_of(compiled: Compiled, lowered: Lowered | str | None = None) -> Source:
-    """Return the source of a compiled program."""
+def source_of(compiled: Compiled, lowered: Lowered | str | None = None, text: str | None = None) -> Source:
+    """Return the source of a compiled program; `text` is its text, if it is read already."""
     inputs, outputs = (tuple(jax.tree.leaves(s)) for s in (compiled.input_shardings, compiled.output_shardings))
-    return Source(full_text(compiled), inputs, outputs, lowered)
+    text = text or text_of(compiled, lowered if isinstance(lowered, Lowered) else None) or ""
+    return Source(full_text(compiled, text), inputs, outputs, lowered)
 
 
 def prove(
@@ -103,24 +106,26 @@ def prove(
       instructions that no rule covers. "unknown" is neither. `docs/compiled_proof.md` says more.
     """
     program, lowered = (program.compile(), program) if isinstance(program, Lowered) else (program, lowered)
-    source = source_of(program) if isinstance(program, Compiled) else program
+    known = None if isinstance(lowered, Reference) else lowered
+    source = source_of(program, known) if isinstance(program, Compiled) else program
     if isinstance(source, Source):
         inputs, outputs, lowered = inputs or source.inputs, outputs or source.outputs, lowered or source.lowered
     text = source if isinstance(source, str) else source.text
     named = next((s.mesh for s in [*(inputs or ()), *(outputs or ())] if isinstance(s, NamedSharding)), None)
     mesh = named if mesh is None and isinstance(named, Mesh) else mesh
     sizes = dict(mesh.shape if isinstance(mesh, Mesh) else mesh or {})
-    module = parse(text)
+    written = parse(text)
+    module = opened(written)
     parameters = entry_parameters(module)
     if inputs is None or (len(inputs) != len(parameters) and not isinstance(program, str)):
-        inputs = [_written_sharding(line, _devices(module)) for line in parameters]
+        inputs = written_shardings(parameters, _devices(module))
     derivation = _derive(module, inputs, outputs)
     comparison = Comparison(None, "the program that XLA was given is unknown.")
     if lowered is not None:
         assert outputs is not None
         reference = lowered if isinstance(lowered, Reference) else Reference(lowered)
         comparison = compare(module, reference, inputs, outputs, sizes)
-    faults, instructions = derivation.faults, derivation.instructions
+    faults, instructions = derivation.faults, [line for lines in written.computations.values() for line in lines]
     compared = not comparison.refusal
     if compared and comparison.difference is None:  # a rule that objects does not cover this program
         faults = {fault._replace(wrong=False) for fault in faults}
@@ -129,7 +134,7 @@ def prove(
         fault.order: Unknown(instructions[fault.order].name, instructions[fault.order].opcode, fault.reason)
         for fault in sorted((fault for fault in faults if not fault.wrong), key=lambda fault: fault.order)
     }
-    problem = None if wrong is None else describe(wrong, module, instructions, text, sizes)
+    problem = None if wrong is None else describe(wrong, written, instructions, text, sizes)
     verdict = ("agrees" if compared else "unknown") if unknown else "proved" if compared else "derived"
     return Proof(
         "wrong" if problem else verdict,
@@ -214,15 +219,6 @@ def _devices(module: Module) -> int:
 def _fault_of_difference(difference: Difference, derivation: _Derivation) -> Fault:
     places = (i for i, line in enumerate(derivation.instructions) if line is difference.instruction)
     return Fault(True, next(places, derivation.root), difference.reason, difference.groups)
-
-
-def _written_sharding(line: Instruction, devices: int) -> str:
-    if "sharding" in (values := attributes(line)):
-        return values["sharding"]
-    if devices == 1:
-        return "{replicated}"
-    problem = "the text does not contain the shardings of all parameters."
-    raise ValueError(format_error("prove", problem, fix="pass inputs=, one sharding per parameter."))
 
 
 def _flat(result: Result) -> list[Value]:

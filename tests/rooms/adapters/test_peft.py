@@ -13,6 +13,7 @@ from support import oracle, peft_oracle
 
 import shardopt as so
 from shardopt.adapters import lora
+from shardopt.core._types import leaves_with_paths
 from shardopt.models import decoder, from_pretrained
 
 TARGETS = ["attention/(q|v|out)$", "mlp/(gate|down)$"]
@@ -168,14 +169,156 @@ def test_a_tensor_more_or_less_is_refused(opened, tmp_path):
         loaded(adapted_by(opened), opened, folder)
 
 
+JOINED_CASES = {
+    "phi3": ["qkv_proj", "gate_up_proj", "down_proj"],
+    "glm": ["q_proj", "k_proj", "v_proj", "gate_up_proj", "down_proj"],
+    "gpt2": ["c_attn", "c_fc", "mlp.c_proj"],
+    "falcon": ["query_key_value", "dense_h_to_4h", "dense_4h_to_h"],
+    "gpt_neox": ["query_key_value", "dense_h_to_4h", "dense_4h_to_h"],
+}
+
+
+def opened_case(name, folder):
+    config, shapes, _ = oracle.read_case(name)
+    return from_pretrained(oracle.write_folder(folder / "base", config, shapes))
+
+
+def with_an_a_for_each(params):
+    """Return parameters in which A of values differs from A of queries."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: (
+            leaf + 0.1 if "/v/lora_a" in jax.tree_util.keystr(path, simple=True, separator="/") else leaf
+        ),
+        params,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", JOINED_CASES)
+def test_peft_computes_the_same_with_adapters_of_joined_tensors(name, tmp_path):
+    peft = pytest.importorskip("peft", reason="needs the extra oracle and peft")
+    import torch
+    import transformers
+
+    model, tokens = opened_case(name, tmp_path), oracle.TOKENS[: oracle.SHOWN, :-1]
+
+    def theirs(adapters):
+        base = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "base", dtype=torch.float32, attn_implementation="eager"
+        )
+        if adapters is None:
+            settings = peft.LoraConfig(r=2, lora_alpha=6, target_modules=JOINED_CASES[name], task_type="CAUSAL_LM")
+            return peft.get_peft_model(base, settings)
+        return peft.PeftModel.from_pretrained(base, adapters)
+
+    def logits_of_theirs(adapters):
+        with torch.no_grad():
+            return theirs(adapters).eval()(input_ids=torch.as_tensor(tokens)).logits.numpy()
+
+    theirs(None).save_pretrained(tmp_path / "peft")
+    path = tmp_path / "peft" / "adapter_model.safetensors"
+    save_file(
+        peft_oracle.weights({key: x.shape for key, x in load_file(path).items()}), path, metadata={"format": "pt"}
+    )
+    adapted = adapted_by(model, targets=["attention/(q|k|v)$", "mlp/(up|down)$"] + ["mlp/gate$"] * model.config.gated)
+    params = loaded(adapted, model, tmp_path / "peft")
+    logits = jax.jit(lambda params: decoder.logits_of(model.config, adapted.merge(params), tokens))
+    np.testing.assert_allclose(logits(params), logits_of_theirs(tmp_path / "peft"), rtol=0, atol=1e-5)
+    adapted.save(tmp_path / "same", params, model=model)
+    ours, stored = load_file(tmp_path / "same" / "adapter_model.safetensors"), load_file(path)
+    assert ours.keys() == stored.keys()
+    for key, numbers in stored.items():
+        np.testing.assert_array_equal(ours[key], numbers, err_msg=key)
+    params = with_an_a_for_each(params)
+    adapted.save(tmp_path / "apart", params, model=model)
+    assert json.loads((tmp_path / "apart" / "adapter_config.json").read_text())["rank_pattern"] or name == "glm"
+    np.testing.assert_allclose(logits(params), logits_of_theirs(tmp_path / "apart"), rtol=0, atol=1e-5)
+    again = loaded(adapted, model, tmp_path / "apart")
+    for (key, leaf), other in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(leaf, other, err_msg=jax.tree_util.keystr(key))
+
+
+@pytest.fixture
+def joined(tmp_path):
+    """Return Phi 3 with adapters on queries, keys and values, whose A differ, and the folder that they are saved in."""
+    model = opened_case("phi3", tmp_path)
+    adapted = adapted_by(model, targets=["attention/(q|k|v)$", "attention/out$"])
+    shapes = jax.eval_shape(adapted.init, model.abstract_params, jax.random.key(0))
+    numbers = peft_oracle.weights({path: leaf.shape for path, leaf in leaves_with_paths(shapes)})
+    params = jax.tree.structure(shapes).unflatten(list(numbers.values()))
+    adapted.save(tmp_path / "peft", params, model=model)
+    return model, adapted, params, tmp_path / "peft"
+
+
 @pytest.mark.fast
-def test_tensors_that_join_leaves_have_no_form_in_peft(tmp_path):
-    config, shapes, _ = oracle.read_case("phi3")
-    model = from_pretrained(oracle.write_folder(tmp_path / "base", config, shapes))
-    adapted = adapted_by(model, targets=["attention/q$", "attention/out$"])
+def test_an_a_for_each_joined_weight_is_a_module_of_higher_rank(joined):
+    model, adapted, params, folder = joined
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert (config["rank_pattern"], config["alpha_pattern"]) == ({"qkv_proj": 6}, {"qkv_proj": 18})
+    name = "base_model.model.model.layers.1.self_attn.qkv_proj"
+    tensors = load_file(folder / "adapter_model.safetensors")
+    q, k, v = (params["blocks"]["attention"][letter] for letter in "qkv")
+    update = tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
+    expected = [np.einsum("dr,rhk->hkd", w.lora_a[1], w.lora_b[1]).reshape(-1, 32) for w in (q, k, v)]
+    np.testing.assert_allclose(update, np.concatenate(expected), rtol=1e-5, atol=1e-6)
+    zeros = jax.tree.map(np.zeros_like, params)
+    again = adapted.load(folder, base_of(params, zeros), model=model)
+    for leaf, other in zip(jax.tree.leaves(params), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(leaf, other)
+
+
+def base_of(params, zeros):
+    """Return the parameters with factors of 0."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf, zero: zero if "lora_" in jax.tree_util.keystr(path) else leaf, params, zeros
+    )
+
+
+@pytest.mark.fast
+def test_a_b_that_changes_weights_without_adapters_is_refused(joined):
+    model, _, params, folder = joined
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    name = "base_model.model.model.layers.1.self_attn.qkv_proj.lora_B.weight"
+    tensors[name][0, 5] = 1  # queries with the A of values
+    save_file(tensors, path)
+    message = (
+        f"lora.load: B of 1 module in {folder} changes more than the weights that have adapters here.\n"
+        "  model.layers.1.self_attn.qkv_proj\n"
+        "Fix: name all weights that the modules join in targets; with an A for each, B must be block-diagonal."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        joined[1].load(folder, params, model=model)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"rank_pattern": {"o_proj": 4}}, "rank_pattern: 4 for model.layers.0.self_attn.o_proj, 2 here"),
+        ({"rank_pattern": {"qkv_proj": 4}}, "rank_pattern: 4 for model.layers.0.self_attn.qkv_proj, 2 or 6 here"),
+        ({"alpha_pattern": {}}, "alpha_pattern: 6 for model.layers.0.self_attn.qkv_proj, 18 here"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights: 'pissa' in the folder, True here"),
+        ({"lora_bias": True}, "lora_bias: True in the folder, False here"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication: [[0, 2]] in the folder, [] here"),
+    ],
+)
+def test_other_ranks_and_settings_of_peft_are_refused(joined, settings, problem):
+    model, adapted, params, folder = joined
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    with pytest.raises(ValueError, match=f"have settings that do not fit|{re.escape(problem)}\n"):
+        adapted.load(folder, params, model=model)
+
+
+@pytest.mark.fast
+def test_experts_have_no_form_in_peft(tmp_path):
+    model = opened_case("mixtral", tmp_path)
+    adapted = adapted_by(model, targets=["experts/up$", "attention/out$"])
     params = jax.eval_shape(adapted.init, model.abstract_params, jax.random.key(0))
     params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), params)
     with pytest.raises(
-        ValueError, match=r"^lora.save: peft has no form for 2 weights[.]\n  model.layers.0.self_attn.qkv_proj"
+        ValueError, match=r"^lora.save: peft has no form for 8 weights[.]\n  model.layers.0.block_sparse_moe.experts"
     ):
         adapted.save(tmp_path / "out", params, model=model)

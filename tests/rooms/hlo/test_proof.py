@@ -7,6 +7,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding
@@ -16,6 +17,8 @@ from support.table import STRATEGIES
 
 import shardopt as so
 from shardopt.hlo import Problem, Proof, prove
+from shardopt.hlo.proof._interpret import interpret
+from shardopt.hlo.proof._text import text_of
 from shardopt.step import _check_proof
 
 ROWS, COPIES = "{devices=[4,1]<=[4]}", "{replicated}"
@@ -215,6 +218,190 @@ def test_state_that_has_to_be_equal_is_drawn_so():
     assert (proof.verdict, proof.assumption) == ("agrees", "pieces of the state are equal over data")
 
 
+GEMM = """ENTRY %main (x: f32[2,8], w: f32[8,16], b: f32[16]) -> f32[16,16] {
+  %x = f32[2,8]{1,0} parameter(0), sharding={devices=[4,1]<=[4]}
+  %w = f32[8,16]{1,0} parameter(1), sharding={replicated}
+  %b = f32[16]{0} parameter(2), sharding={replicated}
+  %call = (f32[2,16]{1,0}, s8[4194304]{0}) custom-call(%x, %w, %b), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"alpha_real":2,"beta":0,"alpha_imag":0,"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]},"epilogue":"BIAS_RELU"}}
+  %y = f32[2,16]{1,0} get-tuple-element(%call), index=0
+  %g = f32[16,16]{1,0} custom-call(%y, %y), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"alpha_real":1,"beta":0,"alpha_imag":0,"dot_dimension_numbers":{"lhs_contracting_dimensions":["0"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}
+  %s = f32[16,16]{1,0} all-reduce(%g), replica_groups={{0,1,2,3}}, use_global_device_ids=true, channel_id=1, to_apply=%sum
+  %ones = f32[16,16]{1,0} broadcast(%b), dimensions={0}
+  ROOT %r = f32[16,16]{1,0} custom-call(%s, %s, %ones), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"alpha_real":1,"beta":1,"alpha_imag":0,"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]},"epilogue":"DEFAULT"}}
+}
+"""
+WRITTEN_GEMM = """ENTRY %main (x: f32[8,8], w: f32[8,16], b: f32[16]) -> f32[16,16] {
+  %x = f32[8,8]{1,0} parameter(0)
+  %w = f32[8,16]{1,0} parameter(1)
+  %b = f32[16]{0} parameter(2)
+  %p = f32[8,16]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %d = f32[8,16]{1,0} add(%p, %p)
+  %rows = f32[8,16]{1,0} broadcast(%b), dimensions={1}
+  %e = f32[8,16]{1,0} add(%d, %rows)
+  %zero = f32[] constant(0)
+  %zeros = f32[8,16]{1,0} broadcast(%zero), dimensions={}
+  %y = f32[8,16]{1,0} maximum(%e, %zeros)
+  %g = f32[16,16]{1,0} dot(%y, %y), lhs_contracting_dims={0}, rhs_contracting_dims={0}
+  %ones = f32[16,16]{1,0} broadcast(%b), dimensions={0}
+  %t = f32[16,16]{1,0} dot(%g, %g), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %r = f32[16,16]{1,0} add(%t, %ones)
+}
+"""
+
+
+def test_products_of_cublas_are_dots():
+    assert proof_of(GEMM, written=WRITTEN_GEMM) == Proof("proved", None, (), 12)
+    line = next(line for line in GEMM.splitlines() if "all-reduce" in line)
+    problem = problem_of(changed(GEMM, line, "  %s = f32[16,16]{1,0} copy(%g)"), written=WRITTEN_GEMM)
+    assert (problem.instruction, problem.groups) == ("r", ((0, 1, 2, 3),))
+    for before, after in (('"alpha_real":2', '"alpha_real":1'), ('"beta":1', '"beta":2'), ("BIAS_RELU", "BIAS")):
+        assert proof_of(changed(GEMM, before, after), written=WRITTEN_GEMM).verdict == "wrong"
+    proof = proof_of(changed(GEMM, "BIAS_RELU", "BIAS_GELU_AUX"), written=WRITTEN_GEMM)
+    assert (proof.verdict, proof.unknown[0].instruction) == ("unknown", "call")
+    assert proof.not_compared.endswith("a product of cuBLAS with epilogue BIAS_GELU_AUX is not read.")
+
+
+SCALED = """ENTRY %main (x: bf16[2,8]) -> bf16[2,8] {
+  %x = bf16[2,8]{1,0} parameter(0), sharding={devices=[4,1]<=[4]}
+  %c = bf16[] constant(0.03564)
+  %cs = bf16[2,8]{1,0} broadcast(%c), dimensions={}
+  ROOT %r = bf16[2,8]{1,0} multiply(%x, %cs)
+}
+"""
+WRITTEN_SCALED = """ENTRY %main (x: bf16[8,8]) -> bf16[8,8] {
+  %x = bf16[8,8]{1,0} parameter(0)
+  %a = bf16[] constant(0.04468)
+  %b = bf16[] constant(0.7969)
+  %c = bf16[] multiply(%a, %b)
+  %cs = bf16[8,8]{1,0} broadcast(%c), dimensions={}
+  ROOT %r = bf16[8,8]{1,0} multiply(%x, %cs)
+}
+"""
+
+
+def test_a_product_of_short_constants_may_be_rounded():
+    assert proof_of(SCALED, ROWS, WRITTEN_SCALED).verdict == "proved"
+    assert proof_of(changed(SCALED, "0.03564", "0.03613"), ROWS, WRITTEN_SCALED).verdict == "wrong"
+    as_written = changed(WRITTEN_SCALED, "%c = bf16[] multiply(%a, %b)", "%c = bf16[] constant(0.03564)")
+    assert proof_of(changed(SCALED, "multiply(%x", "add(%x"), ROWS, as_written).verdict == "wrong"
+    long, written = (text.replace("bf16", "f32") for text in (SCALED, WRITTEN_SCALED))
+    assert proof_of(long, ROWS, written).verdict == "wrong"
+
+
+SCATTER = """ENTRY %main (ids: s32[2,1], rows: f32[2,6]) -> f32[4,6] {
+  %ids = s32[2,1]{1,0} parameter(0), sharding={devices=[4,1]<=[4]}
+  %rows = f32[2,6]{1,0} parameter(1), sharding={devices=[4,1]<=[4]}
+  %nothing = f32[] constant(0)
+  %zeros = f32[16,6]{1,0} broadcast(%nothing), dimensions={}
+  %terms = f32[16,6]{1,0} scatter(%zeros, %ids, %rows), update_window_dims={1}, inserted_window_dims={0}, scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=%sum
+  %sums = f32[16,6]{1,0} all-reduce(%terms), replica_groups={{0,1,2,3}}, use_global_device_ids=true, channel_id=1, to_apply=%sum
+  %id = u32[] partition-id()
+  %starts = s32[4]{0} constant({0, 4, 8, 12})
+  %one = s32[1]{0} dynamic-slice(%starts, %id), dynamic_slice_sizes={1}
+  %start = s32[] reshape(%one)
+  %zero = s32[] constant(0)
+  ROOT %r = f32[4,6]{1,0} dynamic-slice(%sums, %start, %zero), dynamic_slice_sizes={4,6}
+}
+"""
+WRITTEN_SCATTER = """ENTRY %main (ids: s32[8,1], rows: f32[8,6]) -> f32[16,6] {
+  %ids = s32[8,1]{1,0} parameter(0)
+  %rows = f32[8,6]{1,0} parameter(1)
+  %nothing = f32[] constant(0)
+  %zeros = f32[16,6]{1,0} broadcast(%nothing), dimensions={}
+  ROOT %r = f32[16,6]{1,0} scatter(%zeros, %ids, %rows), update_window_dims={1}, inserted_window_dims={0}, scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=%sum
+}
+"""
+
+
+def test_a_slice_before_the_sum_of_a_scatter_is_found():
+    """The order of collectives that openxla/xla 42481 reports: rows of different devices are added."""
+    assert proof_of(SCATTER, ROWS, WRITTEN_SCATTER).verdict == "proved"
+    lines = SCATTER.splitlines()
+    total, sliced = (next(i for i, line in enumerate(lines) if word in line) for word in ("%sums =", "ROOT"))
+    reduction = lines[total].replace("%sums", "ROOT %r").replace("f32[16,6]", "f32[4,6]").replace("(%terms)", "(%part)")
+    lines[sliced] = lines[sliced].replace("ROOT %r", "%part").replace("%sums", "%terms")
+    text = "\n".join([*lines[:total], *lines[total + 1 : sliced + 1], reduction, "}", ""])
+    problem = problem_of(text, ROWS)  # by the rules alone
+    assert (problem.instruction, "different" in problem.missing) == ("r", True)
+    assert problem_of(text, ROWS, WRITTEN_SCATTER).groups == ((0, 1, 2, 3),)
+
+
+TOKENS = """ENTRY %main (x: s32[1,6]) -> s32[4,5] {
+  %x = s32[1,6]{1,0} parameter(0), sharding={devices=[4,1]<=[4]}
+  %ids = s32[1,5]{1,0} slice(%x), slice={[0:1], [1:6]}
+  %all = s32[1,20]{1,0} all-gather(%ids), replica_groups={{0,1,2,3}}, use_global_device_ids=true, channel_id=1, dimensions={1}
+  ROOT %r = s32[4,5]{1,0} reshape(%all)
+}
+"""
+
+
+def test_rows_of_one_element_that_are_joined_behind_each_other_are_a_dim():
+    assert proof_of(TOKENS).verdict == "derived"
+    columns = changed(changed(TOKENS, "s32[1,6]{1,0} parameter", "s32[6,1]{1,0} parameter"), "[4,1]<=", "[1,4]<=")
+    columns = changed(changed(columns, "s32[1,5]{1,0} slice", "s32[5,1]{1,0} slice"), "[0:1], [1:6]", "[1:6], [0:1]")
+    columns = changed(changed(columns, "s32[1,20]", "s32[20,1]"), "dimensions={1}", "dimensions={0}")
+    (unknown,) = proof_of(columns).unknown  # the columns are not in the order of the array
+    assert (unknown.instruction, "whether along that dim is unknown" in unknown.reason) == ("all", True)
+
+
+def test_a_kernel_without_communication_is_a_function_of_whole_dims():
+    kernel = 'custom-call(%ids), custom_call_target="tpu_custom_call"'
+    text = changed(TOKENS, "slice(%x), slice={[0:1], [1:6]}", kernel.replace("%ids", "%x"))
+    assert (
+        proof_of(text.replace("s32[1,5]", "s32[1,6]").replace("s32[1,20]", "s32[1,24]").replace("s32[4,5]", "s32[4,6]"))
+        .unknown[0]
+        .instruction
+        == "all"
+    )
+    rows = SHARDS.replace("tanh(%all)", 'custom-call(%all), custom_call_target="tpu_custom_call"')
+    assert proof_of(rows, ROWS).verdict == "derived"
+    for before, after in (
+        ("(%all), custom", '(%all), backend_config={"has_communication":true}, custom'),
+        (
+            "{{0,1,2,3}}, use_global_device_ids=true, channel_id=1, dimensions={0}",
+            "{{0},{1},{2},{3}}, use_global_device_ids=true, channel_id=1, dimensions={0}",
+        ),
+    ):
+        assert proof_of(changed(rows, before, after), ROWS).verdict == "unknown"
+    summed = GRADIENT.replace("multiply(%s, %s)", 'custom-call(%g), custom_call_target="tpu_custom_call"')
+    assert "never taken" in problem_of(summed).missing
+
+
+GATHER = next(line for line in SHARDS.splitlines() if "all-gather" in line)
+CALLED = """%gather (p: f32[2,16]) -> f32[8,16] {
+  %p = f32[2,16]{1,0} parameter(0)
+  ROOT %g = f32[8,16]{1,0} all-gather(%p), replica_groups={{0,1,2,3}}, use_global_device_ids=true, channel_id=1, dimensions={0}
+}
+
+"""
+STARTS = {
+    "all-gather": "all-gather-start(%w), replica_groups={{0,1,2,3}}, use_global_device_ids=true, channel_id=1, dimensions={0}",
+    "async": "async-start(%w), calls=%gather",
+    "call": "call-start(%w), to_apply=%gather",
+    "custom-call": 'custom-call-start(%w), async_execution_thread="sparsecore", custom_call_target="?", '
+    "called_computations={%gather}",
+}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", STARTS)
+def test_asynchronous_instructions_are_opened_by_any_name(kind, late):
+    """libtpu passes the operands to the start or to the update."""
+    lines = [
+        f"  %s = ((f32[2,16]{{1,0:T(8,128)}}), f32[8,16]{{1,0}}, s32[2]{{0:T(128)S(2)}}) {STARTS[kind]}",
+        f"  %u = ((f32[2,16]{{1,0}}), f32[8,16]{{1,0}}, s32[2]{{0}}) {kind}-update(%s)",
+        f"  %all = f32[8,16]{{1,0}} {kind}-done(%u)",
+    ]
+    if late:
+        lines = [lines[0].replace("start(%w)", "start()"), lines[1].replace("update(%s)", "update(%s, %w)"), lines[2]]
+    text = changed(CALLED + SHARDS, GATHER, "\n".join(lines))
+    proof = proof_of(text, ROWS, WRITTEN_SHARDS)
+    assert (proof.verdict, proof.unknown, proof.not_compared) == ("proved", (), "")
+    problem = problem_of(text.replace("{{0,1,2,3}}", "{{1,0,2,3}}"), ROWS, WRITTEN_SHARDS)
+    assert problem.instruction in ("g", "u" if late else "s")  # written as in the program
+    assert problem.opcode in ("all-gather", f"{kind}-update" if late else f"{kind}-start")
+
+
 @pytest.mark.parametrize(
     ("before", "after", "instruction", "missing"),
     [
@@ -264,6 +451,23 @@ def test_what_no_rule_covers_is_unknown_and_names_the_instruction():
     text = changed(GRADIENT, "tanh(%y)", 'custom-call(%y), custom_call_target="kernel"')
     (unknown,) = proof_of(text).unknown
     assert unknown == ("t", "custom-call", "no rule covers the custom call kernel.")
+
+
+class Unreadable:
+    """A compiled program of which jaxlib cannot read the text, as of some programs of a libtpu that is newer."""
+
+    def as_text(self):
+        raise jax.errors.JaxRuntimeError("INTERNAL: async-update instruction should have 1 operands but sees 3")
+
+
+def test_a_text_that_jaxlib_cannot_read_is_written_by_the_compiler():
+    table = jnp.arange(64.0) ** 3 / 7
+    lowered = jax.jit(lambda x: x * table).lower(jnp.ones(64))
+    text = text_of(Unreadable(), lowered)
+    assert "constant({...})" not in text
+    np.testing.assert_allclose(interpret(text, [np.ones((1, 64), np.float32)])[0][0], table, rtol=1e-5)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="sees 3"):
+        text_of(Unreadable(), None)
 
 
 def test_a_wrong_number_of_shardings_is_refused():

@@ -8,7 +8,7 @@ import pytest
 from support import config_fields, oracle
 
 from shardopt.models import decoder, from_pretrained
-from shardopt.models._other_families import FAMILIES
+from shardopt.models._families import FAMILIES
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

@@ -151,7 +151,7 @@ REFUSED = [
     ("llama2", {"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method is 'awq', must be"),
     ("llama2", {"rope_scaling": {"rope_type": "axial", "factor": 2.0}}, "rope_type is 'axial', must be one of"),
     ("phi3_longrope", {"head_dim": 12}, "rope_scaling.short_factor has 4 numbers, must be 6"),
-    ("stablelm", {"qk_layernorm": True}, "qk_layernorm is True, must be False"),
+    ("stablelm", {"qk_layernorm": True}, "qk_layernorm is True, must be None or False"),
     (
         "llama2",
         {"partial_rotary_factor": 0.5},
@@ -159,10 +159,22 @@ REFUSED = [
     ),
     ("llama2", {"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu', must be one of"),
     ("llama2", {"residual_multiplier": 0.22}, "residual_multiplier is 0.22, which the decoder does not know"),
-    ("llama2", {"is_causal": False}, "is_causal is False, which the decoder does not know"),
+    ("llama2", {"is_causal": False}, "is_causal is False, must be None or True"),
     ("llama2", {"architectures": ["LlamaForSequenceClassification"]}, "architectures is"),
     ("llama2", {"num_hidden_layers": None}, "num_hidden_layers is None, must be a positive integer"),
     ("llama3", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling has no 'low_freq_factor'"),
+    ("llama2", {"rope_scaling": "linear"}, "rope_scaling is 'linear', must be an object"),
+    ("llama2", {"rope_scaling": {"type": "linear"}}, "rope_scaling has no 'factor', which 'linear' needs"),
+    (
+        "llama2",
+        {"rope_scaling": {"rope_type": "linear", "factor": "two"}},
+        "rope_scaling is {'rope_type': 'linear', 'factor': 'two'}, and has no numbers where 'linear' needs them",
+    ),
+    ("llama2", {"rms_norm_eps": "small"}, "rms_norm_eps is 'small', must be a number"),
+    ("llama2", {"rms_norm_eps": None}, "rms_norm_eps is None, must be a positive number"),
+    ("llama2", {"hidden_act": ["silu"]}, "hidden_act is ['silu'], must be a text"),
+    ("llama2", {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', must be true or false"),
+    ("llama2", {"num_key_value_heads": "2"}, "num_key_value_heads is '2', must be a positive integer"),
     ("qwen2_windows", {"layer_types": ["chunked_attention"] * 4}, "layer_types has 'chunked_attention'"),
 ]
 
@@ -173,6 +185,28 @@ def test_a_field_that_the_decoder_lacks_is_named(name, changes, message, tmp_pat
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         from_pretrained(folder)
     assert str(error.value).startswith(f"from_pretrained: {folder} describes a model that the decoder cannot be.")
+
+
+PUBLISHED = {
+    "falcon": {"apply_residual_connection_post_layernorm": False, "hidden_dropout": 0.0},
+    "gpt2": {"n_ctx": 64, "n_special": 0, "predict_special_tokens": True, "output_past": True, "embd_pdrop": 0.1},
+    "gptj": {"rotary": True, "scale_attn_weights": True, "tokenizer_class": "GPT2Tokenizer"},
+    "gpt_bigcode": {"attention_softmax_in_fp32": True, "inference_runner": 0, "pre_allocate_kv_cache": False},
+    "phi3": {"attention_bias": False, "lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1},
+    "starcoder2": {"activation_function": "gelu_pytorch_tanh", "scale_attn_weights": True, "embedding_dropout": 0.1},
+    "smollm3": {"max_window_layers": 28},
+    "cohere": {"model_max_length": 131072},
+    "dots1": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "use_sliding_window": False},
+    "minimax_m2": {"use_qk_norm": True, "use_mtp": True, "num_mtp_modules": 3, "shared_intermediate_size": 0},
+    "llama2": {"max_sequence_length": 2048, "rope_interleaved": False, "is_causal": True, "clip_qkv": None},
+}
+"""Case -> fields of published config.json of its family that ask for nothing."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_fields_of_published_models_that_ask_for_nothing_are_no_problem(name, tmp_path):
+    config = from_pretrained(folder_of(tmp_path / "plain", name)).config
+    assert from_pretrained(folder_of(tmp_path / "published", name, **PUBLISHED[name])).config == config
 
 
 def test_an_unknown_model_type_is_refused_and_can_be_named(tmp_path):
@@ -219,6 +253,35 @@ def test_a_damaged_file_is_refused(cut, tmp_path):
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(ValueError, match=r"download the file again"):
         from_pretrained(folder)
+
+
+def test_missing_files_are_named_before_anything_is_read(tmp_path):
+    folder = folder_of(tmp_path, "llama2")
+    model = from_pretrained(folder)
+    out = model.save(tmp_path / "out", model.load_params(progress=False), max_file_bytes=20_000, progress=False)
+    files = sorted(out.glob("*.safetensors"))
+    files[1].unlink()
+    message = f"from_pretrained: {out} lacks 1 file of weights.\n  {files[1].name}\nFix: download the folder again"
+    with pytest.raises(FileNotFoundError, match=f"^{re.escape(message)}"):
+        from_pretrained(out)
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=re.escape(f"from_pretrained: {folder} has no config.json.")):
+        from_pretrained(folder)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", ""])
+def test_a_config_that_is_no_object_is_refused(content, tmp_path):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=re.escape(f"from_pretrained: {tmp_path / 'config.json'} holds no JSON obj")):
+        from_pretrained(tmp_path)
+
+
+def test_tensors_that_are_no_floats_are_refused_before_they_are_read(tmp_path):
+    path = folder_of(tmp_path, "llama2") / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"model.norm.weight": np.ones(32, np.int32)}, path)
+    with pytest.raises(ValueError, match=re.escape(f"from_pretrained: a tensor of {path} has dtype I32, which is")):
+        from_pretrained(path.parent)
 
 
 def test_an_index_that_leaves_the_folder_is_refused(tmp_path):

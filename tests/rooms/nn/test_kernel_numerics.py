@@ -109,10 +109,10 @@ def races(monkeypatch):
     pltpu.reset_tpu_interpret_mode_state()
 
 
-def run_backward(groups):
-    """Return the gradients of four heads of queries."""
-    query, key, value, d_out = (jnp.swapaxes(x, 1, 2) for x in operands(256, 128, jnp.float32, heads=4))
-    number, marks = jnp.full((1, 4, 256), 5.0), Marks(None, None)
+def run_backward(groups, heads=4):
+    """Return the gradients of some heads of queries, of which up to four share a step."""
+    query, key, value, d_out = (jnp.swapaxes(x, 1, 2) for x in operands(256, 128, jnp.float32, heads=heads))
+    number, marks = jnp.full((1, heads, 256), 5.0), Marks(None, None)
     keys = Keys(*(jnp.concatenate([x] * groups, axis=1) for x in (key, value)), marks)
     return splash_backward.gradients(
         Queries(query * 0.05, d_out, number, number * 0, marks), keys, CAUSAL, dtype=jnp.float32
@@ -138,7 +138,7 @@ def test_a_race_is_noticed(races, monkeypatch):
     )
     message = ""
     try:
-        run_backward(groups=1)
+        run_backward(groups=1, heads=8)
     except jax.errors.JaxRuntimeError as error:  # jax 0.12 raises, where 0.10 records
         message = str(error)
     assert "RACE DETECTED" in message or races()

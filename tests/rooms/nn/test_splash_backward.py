@@ -61,8 +61,9 @@ def gradients_of(case, monkeypatch):
     scores = jnp.einsum("bhtk,bhsk->bhts", query, jnp.repeat(key, H // G, axis=1))
     scores = capped(scores, case.softcap)
     logsumexp = jax.nn.logsumexp(jnp.where(mask[:, None], scores, -jnp.inf), axis=-1)
-    if case.rows:
-        monkeypatch.setattr(splash_backward, "_vmem", lambda: case.rows * 3 * 128 * 12 * 3 // 2)
+    if case.rows:  # memory for the gradients of so many rows of one head, and a tile
+        monkeypatch.setattr(splash_backward, "TILE", 128)
+        monkeypatch.setattr(splash_backward, "vmem", lambda: (case.rows * 3 * 128 * 12 + 14 * 128**2) * 6 // 5 + 1)
     marks = Marks(None, segments)
     rows = Queries(query, d_out, logsumexp, jnp.sum(out * d_out, -1), marks)
     rule = Rule(case.causal, case.window, case.softcap)

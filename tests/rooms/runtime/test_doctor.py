@@ -73,7 +73,7 @@ def test_stored_programs_are_warned_of_unless_their_order_is_sequential(monkeypa
         "XLA:CPU stored-programs"
     ]
     assert list(known_errors(NEW, "cpu", 1, None, stores_programs=True)) == []
-    monkeypatch.setattr(_doctor, "_version", lambda name: OLD.get(name))
+    monkeypatch.setattr(_doctor, "version_of", lambda name: OLD.get(name))
     monkeypatch.setenv("XLA_FLAGS", "")
     stored = jax.config.values["jax_compilation_cache_dir"] is not None
     assert [error.issue for error in so.doctor().errors] == ["XLA:CPU stored-programs"] * stored

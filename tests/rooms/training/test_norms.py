@@ -115,6 +115,11 @@ def test_a_layer_is_the_norm_of_its_leaves():
     assert read_norms(LINES, "param_norm") is None
 
 
+def test_norms_whose_squares_overflow():
+    line = {"step": 10, "gradient_norm/blocks/up/layer_0": 3e200, "gradient_norm/blocks/down/layer_0": 4e200}
+    assert read_norms([line], "gradient_norm").values.tolist() == [[pytest.approx(5e200)]]
+
+
 def test_the_picture_shows_every_kind_of_cell(tmp_path):
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
     figure = so.training.plot_norms(tmp_path / "log.jsonl", path=tmp_path / "norms")

@@ -81,6 +81,19 @@ ROWS = [
 ]
 
 
+@pytest.mark.parametrize(("outside", "final"), [(True, -2.0), (False, 0.0)])
+def test_around_accumulation_a_bad_gradient_does_not_enter_the_sum(outside, final):
+    skip = lambda tx: so.transforms.skip_anomalies(tx, loss_z=None)  # noqa: E731
+    accumulate = lambda tx: optax.MultiSteps(tx, 2)  # noqa: E731
+    tx = skip(accumulate(optax.sgd(1.0))) if outside else accumulate(skip(optax.sgd(1.0)))
+    params = jnp.zeros(())
+    state, update = tx.init(params), jax.jit(tx.update)
+    for gradient in (1.0, np.nan, 3.0):
+        updates, state = update(jnp.array(gradient), state, params)
+        params = optax.apply_updates(params, updates)
+    assert params == final
+
+
 @pytest.mark.parametrize(("strategy", "mesh", "inner", "options"), ROWS)
 def test_steps_are_skipped_as_in_a_loop_on_one_device(strategy, mesh, inner, options, mesh_of):
     with jax.enable_x64(True):
