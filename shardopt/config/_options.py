@@ -80,6 +80,10 @@ def _integer(name: str, value: int) -> int:
     return value
 
 
+def _optional_integer(name: str, value: int | None) -> int | None:
+    return None if value is None else _integer(name, value)
+
+
 def _rules(name: str, rules: Any) -> Any:
     # Stored as a tuple, because the check would exhaust an iterator.
     is_sequence = isinstance(rules, Iterable) and not isinstance(rules, str | dict) and not callable(rules)
@@ -317,12 +321,12 @@ class ShardingOptions(TypedDict, total=False):
     """Options of strategies that shard over data."""
 
     min_shard_elements: Annotated[
-        int,
+        int | None,
         Option(
             "leaves with fewer elements than this stay replicated over data. For stacked blocks the elements of one "
-            "block count. `opt.config.report()` lists these leaves.",
-            default=1024,
-            check=_integer,
+            "block count. `opt.config.report()` lists these leaves. By default it is 16,384 on TPU, where gathers of "
+            "norms would wait for those of matrices, and 1,024 elsewhere.",
+            check=_optional_integer,
         ),
     ]
     scatter_dtype: Annotated[
