@@ -88,7 +88,9 @@ def loop_of(text: str) -> Region:
     stands in a branch that skips it if it has no steps.
     """
     lines = [(match, line) for line in text.splitlines() if (match := _LINE.match(line))]
-    depths = {int(match[1], 16): match[3].count(">") for match, _ in lines if not match[4]}  # an empty bundle shows none
+    depths = {
+        int(match[1], 16): match[3].count(">") for match, _ in lines if not match[4]
+    }  # an empty bundle shows none
     starts, opened, closed = [], [], [[]]
     for match, line in lines:
         at, label = int(match[1], 16), match[2]

@@ -75,6 +75,7 @@ def _gemma2(fields: Fields) -> dict[str, Any]:
 
 
 def _gemma3(fields: Fields) -> dict[str, Any]:
+    fields.require("attn_logit_softcapping", None)  # transformers ignores it
     local = {"rope_scaling": {}, "rope_theta": fields["rope_local_base_freq"]}
     return _gemma_with_windows(fields, fields["sliding_window_pattern"], **local) | {"qk_norm": "head"}
 

@@ -102,6 +102,7 @@ GLM_DEFAULTS = _LLAMA | {
     "partial_rotary_factor": 0.5,
 }
 _WIDE = _LLAMA | {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 32768}
+_PHI3_LENGTHS = dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), 4096)
 _GRANITE_DEFAULTS = _LLAMA | dict.fromkeys(
     ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0
 )
@@ -144,7 +145,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family("Qwen3ForCausalLM", base.QWEN_DEFAULTS | {"head_dim": 128}, base.qwen3, base.LLAMA_BLOCK),
     "phi3": Family(
         "Phi3ForCausalLM",
-        _LLAMA | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
+        _LLAMA | _PHI3_LENGTHS | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
         _phi3,
         base.PRE_NORMS | _PHI3_BLOCK,
     ),
