@@ -109,10 +109,7 @@ _GRANITE_DEFAULTS = _LLAMA | dict.fromkeys(
 _JOINED_MLP = {"mlp.gate_up_proj.weight": ("mlp/gate", "mlp/up"), "mlp.down_proj.weight": "mlp/down"}
 GLM_BLOCK = base.QKV | {"self_attn.o_proj.weight": "attention/out"} | _JOINED_MLP
 _PHI3_BLOCK = {"self_attn.qkv_proj.weight": ("attention/q", "attention/k", "attention/v")} | base.OUT | _JOINED_MLP
-_QK_LAYER_NORMS = {
-    "self_attn.query_layernorm.weight": "attention/q_norm",
-    "self_attn.key_layernorm.weight": "attention/k_norm",
-}
+_QK_LAYER_NORMS = {f"self_attn.{name}_layernorm.weight": f"attention/{name[0]}_norm" for name in ("query", "key")}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", _LLAMA, base.llama, base.LLAMA_BLOCK),
