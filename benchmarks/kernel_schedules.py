@@ -28,19 +28,24 @@ from typing import NamedTuple
 
 from common import write_json
 
-HEADS, GROUPS, LENGTH, WIDTH = 32, 8, 4096, 128
+HEADS, GROUP_SIZE, LENGTH, WIDTH = 32, 4, 4096, 128
 TOPOLOGIES = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 FLAGS = "--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
 SEGMENTED = "_segmented"
-PROGRAMS = {"shardopt": ("splash_backward",)} | {
+FORWARD, BACKWARD = "splash_forward", "splash_backward"
+PROGRAMS = {
+    f"shardopt{heads}{segments}": (FORWARD, BACKWARD) for segments in ("", SEGMENTED) for heads in (4, 2, 1)
+} | {
     f"jax{block}{segments}": phases
     for segments in ("", SEGMENTED)
     for block, phases in ((512, ("fwd", "dq", "dkv")), (1024, ("fwd", "dkv")))
 }
-"""Program -> words in the names of its kernels. MaxText passes segments, also where a row has one."""
+"""Program -> words in the names of its kernels. The number is the heads of queries of a step of shardopt's kernels, and the
+block of jax's. MaxText passes segments, also where a row has one."""
 ROW, GROUP, TILE = "row", "group", "tile"
 KERNELS = {
-    "splash_backward": (ROW, GROUP, ROW, GROUP),
+    FORWARD: (TILE,),
+    BACKWARD: (ROW, GROUP, ROW, GROUP),
     "fwd": (ROW, TILE, ROW),
     "dq": (ROW, TILE, ROW),
     "dkv": (GROUP, TILE, GROUP),
@@ -70,9 +75,14 @@ class Region(NamedTuple):
     parts: "tuple[Region, ...]"
 
     @property
+    def size(self) -> int:
+        """Return all bundles."""
+        return self.end - self.start
+
+    @property
     def own(self) -> int:
         """Return the bundles outside of `parts`."""
-        return self.end - self.start - sum(part.end - part.start for part in self.parts)
+        return self.size - sum(part.size for part in self.parts)
 
 
 _LINE = re.compile(r"^ *(0x[0-9a-f]+|0) *([A-Z]{2})?([ :>]*)\{(\})?")
@@ -85,51 +95,62 @@ def loop_of(text: str) -> Region:
     """Return the loop over grid steps of a schedule, from the text of its final bundles.
 
     Forward branches end at the next open fallthrough (`PF`). The branch at the end of a loop goes back. An inner loop
-    stands in a branch that skips it if it has no steps.
+    stands in a branch that skips it if it has no steps. Branches that are still open at the end of the loop end at its last
+    fallthrough, as one of their own branches does.
     """
     lines = [(match, line) for line in text.splitlines() if (match := _LINE.match(line))]
     depths = {
         int(match[1], 16): match[3].count(">") for match, _ in lines if not match[4]
     }  # an empty bundle shows none
-    starts, opened, closed = [], [], [[]]
+    starts, opened, closed, last = [], [], [[]], -1
+
+    def close(at: int) -> None:
+        parts = closed.pop()
+        closed[-1].append(Region(opened.pop(), at, tuple(parts)))
+
     for match, line in lines:
         at, label = int(match[1], 16), match[2]
         if label == "LB":
             starts.append(at)
         if label == "PF" and opened:
-            begin = opened.pop()
-            parts = closed.pop()
-            closed[-1].append(Region(begin, at, tuple(parts)))
+            close(at)
+            last = at
         if not starts or _BRANCH not in line:
             continue
         depth = next((depths[later] for later in range(at + _DELAY, max(depths) + 1) if later in depths), 0)
-        if depth == len(starts):
+        if depth >= len(starts):  # the loop goes on
             opened.append(at + 1)
             closed.append([])
         elif len(starts) > 1:
             starts.pop()
-        elif opened:
+        elif opened and max(opened) > last:
             raise ValueError(f"the loop ends at bundle {at} inside a branch")
         else:
+            while opened:
+                close(last)
             return Region(starts[0], at + 1, tuple(closed[0]))
     raise ValueError("this schedule has no loop over grid steps")
 
 
-def counts_of(text: str, kernel: str, block: int) -> Counts:
+def counts_of(text: str, kernel: str, block: int, heads: int = 1) -> Counts:
     """Return the counts of a kernel from the text of its final bundles."""
-    loop = loop_of(text)
-    step = loop.own
-    branches = loop.parts
-    if len(branches) == 1 and branches[0].parts:  # the last steps, which only write, skip the whole body
-        step, branches = step + branches[0].own, branches[0].parts
-    if len(branches) != len(KERNELS[kernel]):
-        raise ValueError(f"{kernel}: {len(branches)} branches, expected {KERNELS[kernel]}")
+    uses, region, outside = KERNELS[kernel], loop_of(text), 0
+    # a branch skips the body in the last steps, which only write. Small branches start or end copies.
+    while region.parts and (kernel == FORWARD or len(region.parts) != len(uses)):
+        largest = max(region.parts, key=lambda part: part.size)
+        if kernel != FORWARD and not largest.parts:
+            raise ValueError(f"{kernel}: {len(region.parts)} branches, expected {uses}")
+        outside += region.size - largest.size
+        region = largest
+    if kernel == FORWARD:  # a step has a row of blocks. The branch has a loop over its tiles but the first.
+        return Counts(region.size / heads, 0, (outside - region.size) / heads)
     sums = dict.fromkeys((ROW, GROUP, TILE), 0.0)
-    for use, region in zip(KERNELS[kernel], branches, strict=True):
-        sums[use] += region.end - region.start
-    whole_head = LENGTH // block if kernel == "splash_backward" else 1  # it holds the gradients of all rows of a head
-    row = (sums[ROW] + sums[GROUP] / (HEADS // GROUPS)) / whole_head
-    return Counts(step, sums[TILE], row)
+    for use, part in zip(uses, region.parts, strict=True):
+        sums[use] += part.size
+    step = outside + region.own
+    whole_head = LENGTH // block if kernel == BACKWARD else 1  # it holds the gradients of all rows of a head
+    row = (sums[ROW] / heads + sums[GROUP] / GROUP_SIZE) / whole_head
+    return Counts(step / heads, sums[TILE] / heads, row)
 
 
 def compile_program(program: str, topology: str) -> float:
@@ -142,40 +163,44 @@ def compile_program(program: str, topology: str) -> float:
     import shardopt as so
     from shardopt.nn._flash import Keys, Marks, Queries, Rule
     from shardopt.nn._splash_backward import gradients
+    from shardopt.nn._splash_forward import attend
     from shardopt.planning import topology_devices
 
     devices = topology_devices(topology)
     mesh = so.make_mesh(data=len(devices), devices=devices)
 
     def ours(query, key, value, d_out, logsumexp):
-        marks = Marks(None, None)
+        ids = logsumexp[:, 0].astype(jnp.int32) if program.endswith(SEGMENTED) else None  # not known to the compiler
+        marks, rule = Marks(None, ids), Rule(True, None)
         queries = Queries(query, d_out, logsumexp, logsumexp, marks)
-        return gradients(queries, Keys(key, value, marks), Rule(True, None), dtype=query.dtype)
+        mixed = attend(query, key, value, ids, ids, rule)
+        return *mixed, *gradients(queries, Keys(key, value, marks), rule, dtype=query.dtype)
 
     def theirs(query, key, value, d_out, logsumexp):
-        block = _block(program)
+        block = _number(program)
         fused = block == 1024
         sides = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", *(() if fused else ("q_dq", "kv_dq")))
         sizes = splash.BlockSizes(**{f"block_{side}": block for side in sides}, use_fused_bwd_kernel=fused)
         mask = splash.MultiHeadMask([splash.CausalMask((LENGTH, LENGTH))] * HEADS)
         kernel = splash.make_splash_mha(mask, head_shards=1, q_seq_shards=1, block_sizes=sizes)
         if program.endswith(SEGMENTED):
-            rows = logsumexp[:, 0].astype(jnp.int32)  # any input, which the compiler does not know
+            rows = logsumexp[:, 0].astype(jnp.int32)
             ids = splash.SegmentIds(rows, rows)
             return jax.vjp(lambda *operands: jax.vmap(kernel)(*operands, ids), query, key, value)[1](d_out)
         return jax.vjp(jax.vmap(kernel), query, key, value)[1](d_out)
 
+    group_size = _number(program) if _is_ours(program) else GROUP_SIZE
     split = PartitionSpec("data")
     shapes = [
         jax.ShapeDtypeStruct((len(devices), *shape), dtype, sharding=NamedSharding(mesh, split))
         for shape, dtype in (
             ((HEADS, LENGTH, WIDTH), jnp.bfloat16),
-            *[((GROUPS, LENGTH, WIDTH), jnp.bfloat16)] * 2,
+            *[((HEADS // group_size, LENGTH, WIDTH), jnp.bfloat16)] * 2,
             ((HEADS, LENGTH, WIDTH), jnp.bfloat16),
             ((HEADS, LENGTH), jnp.float32),
         )
     ]
-    function = ours if program == "shardopt" else theirs
+    function = ours if _is_ours(program) else theirs
     mapped = jax.shard_map(function, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
     start = _cpu_seconds()
     jax.jit(mapped).lower(*shapes).compile()
@@ -202,13 +227,20 @@ def schedules(chip: str, program: str, folder: Path) -> dict[str, dict[str, floa
             and "schedule-analysis" not in path.name
         ]
         segments = SEGMENTED if program.endswith(SEGMENTED) else ""
-        name = word if program == "shardopt" else f"{word}{segments} {_block(program)}"
-        counts[name] = counts_of(path.read_text(), word, _block(program))._asdict()
+        number = _number(program)
+        name = f"{word}_{number}{segments}" if _is_ours(program) else f"{word}{segments} {number}"
+        sizes = (512, number) if _is_ours(program) else (number,)
+        counts[name] = counts_of(path.read_text(), word, *sizes)._asdict()
     return counts
 
 
-def _block(program: str) -> int:
-    return int(program.removeprefix("jax").removesuffix(SEGMENTED)) if program != "shardopt" else 512
+def _is_ours(program: str) -> bool:
+    return program.startswith("shardopt")
+
+
+def _number(program: str) -> int:
+    """Return the heads of queries of a step of shardopt's kernels, or the block of jax's."""
+    return int(program.removesuffix(SEGMENTED).lstrip("abcdefghijklmnopqrstuvwxyz"))
 
 
 def generation_table(seconds: dict[str, dict[str, float]]) -> str:
@@ -216,7 +248,8 @@ def generation_table(seconds: dict[str, dict[str, float]]) -> str:
     lines = [f"| program | kernels | {' | '.join(f'{chip}, s of CPU' for chip in seconds)} |"]
     lines.append("|---|---|" + "---:|" * len(seconds))
     for program, kernels in PROGRAMS.items():
-        owner = "shardopt" if program == "shardopt" else f"jax, blocks of {_block(program)}"
+        number = _number(program)
+        owner = f"shardopt, heads: {number}" if _is_ours(program) else f"jax, blocks of {number}"
         owner += ", segmented" if program.endswith(SEGMENTED) else ""
         values = " | ".join(f"{by_program[program]:.1f}" for by_program in seconds.values())
         lines.append(f"| {owner} | {', '.join(kernels)} | {values} |")
@@ -235,18 +268,24 @@ def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
     for chip, counts in results.items():
         for name, bundles in counts.items():
             word, _, size = name.partition(" ")
-            phase, block = word.removesuffix(SEGMENTED), int(size or 512)
-            phase = "fused" if (phase, block) == ("dkv", 1024) else phase
-            kernel = phase + word[len(word.removesuffix(SEGMENTED)) :]
-            parallel = {"splash_backward": GROUPS, "fwd": HEADS}.get(phase, 1)
+            block = int(size or 512)
+            kernel = word.replace("dkv", "fused") if block == 1024 else word
+            phase, segments = kernel.removesuffix(SEGMENTED), ", segmented" * kernel.endswith(SEGMENTED)
+            ours = re.fullmatch(r"splash_(forward|backward)_(\d)", phase)
+            if ours:
+                direction, heads = ours[1], int(ours[2])
+                parallel = HEADS // (heads if direction == "forward" else GROUP_SIZE)
+                products = kernels.FORWARD if direction == "forward" else kernels.BACKWARD
+                owner = f"shardopt, {direction}, heads: {heads}{segments}"
+            else:
+                parallel, products = HEADS if phase == "fwd" else 1, kernels.KERNELS[phase]
+                owner = f"jax, {phase}{segments}"
             call = kernels.KernelCall(kernel, block, HEADS, LENGTH, WIDTH, parallel)
             share, hardware = kernels.shared_by_cores(HARDWARE[chip].cores, parallel), HARDWARE[chip]
-            products = kernels.KERNELS["fused" if phase == "splash_backward" else phase]
             flops = kernels.splash_flops(*products, heads=HEADS, length=LENGTH, keys=WIDTH, values=WIDTH, block=block)
             stated = flops / hardware.flops
             bundles_seconds = share * (kernels.scheduled_cycles(chip, call) or 0) / hardware.clock
             scheduled = max(bundles_seconds, share * hardware.cores * stated)
-            owner = "shardopt, backward" if kernel == "splash_backward" else f"jax, {kernel.replace('_', ', ')}"
             numbers = f"{bundles['step']:,.0f}, {bundles['tile']:,.0f}, {bundles['row']:,.0f}"
             used = f"{round(1 / share)} of {hardware.cores}"
             times = f"{scheduled * 1e3:.2f} | {stated * 1e3:.2f}"

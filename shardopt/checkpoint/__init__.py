@@ -2,7 +2,4 @@
 
 from shardopt.checkpoint._blob import from_bytes, to_bytes
 
-__all__ = [
-    "from_bytes",
-    "to_bytes",
-]
+__all__ = ["from_bytes", "to_bytes"]

@@ -166,12 +166,10 @@ def write_error(caller: str, directory: Path, step: int, error: Exception) -> Ch
     error_lines = _error_lines(error)
     cause = f"{type(error).__name__}: {error_lines[0]}"
     # the reason may be in a later line
-    if not any(text in cause for text in (*_DISK_FULL_MESSAGES, *_DELETED_MESSAGES)):
-        reason = next(
-            (text for text in (*_DISK_FULL_MESSAGES, *_DELETED_MESSAGES) if any(text in line for line in error_lines)),
-            None,
-        )
-        cause += f" ... {reason}" if reason else ""
+    reasons = (*_DISK_FULL_MESSAGES, *_DELETED_MESSAGES)
+    if not any(text in cause for text in reasons):
+        later_reasons = [text for text in reasons if any(text in line for line in error_lines)]
+        cause += f" ... {later_reasons[0]}" if later_reasons else ""
     problem = f"step {step} could not be written to {directory} ({cause})."
     advice = "make room" if any(text in cause for text in _DISK_FULL_MESSAGES) else "remove the cause"
     fix = f"{advice}, then save again; checkpoints that were committed before are untouched."

@@ -20,6 +20,7 @@ from shardopt.cli._run_folder import CHECKPOINTS, CONFIG, CURVE, METRICS, NORMS,
 from shardopt.core._errors import plural
 from shardopt.core._figures import new_figure
 from shardopt.data import Windows
+from shardopt.mesh import spec_axes
 from shardopt.pipeline import Schedule
 
 _COLOURS = {
@@ -152,9 +153,8 @@ def split_text(shape: tuple[int, ...], spec: PartitionSpec) -> Text:
     entries = list(spec) + [None] * (len(shape) - len(spec))
     parts = []
     for dim, entry in zip(shape, entries, strict=True):
-        axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
         part = Text(str(dim))
-        for axis in axes:
+        for axis in spec_axes((entry,)):
             part.append(f"/{axis}", style=_COLOURS.get(axis, "bold"))
         parts.append(part)
     return Text(" x ", style="dim").join(parts) if parts else Text("one number")

@@ -2,10 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import optax
 from jax.sharding import Mesh
 
@@ -15,12 +14,12 @@ from shardopt.cli._models import check_model, strategy_arguments
 from shardopt.cli._options import Pipeline, RunOptions, TrainOptions, changed_flags
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, error_text, format_error, plural
+from shardopt.core._types import Devices
 from shardopt.mesh import data_axes
 from shardopt.pipeline import Schedule
 from shardopt.pipeline._kinds import KINDS
 from shardopt.planning._layout import named_builder
 
-Devices = Sequence[jax.Device]
 _AXES = ("replica", "data", "tensor", "pipeline", "context", "expert")
 
 _MAX_DIGITS = 18

@@ -96,11 +96,10 @@ def _move_in_buckets(
     nbytes, dtypes = [x.size * x.dtype.itemsize for x in xs], [x.dtype for x in xs]
     for bucket in plan_buckets(nbytes, dtypes, limit if device_kind() == "cpu" else 0):
         bucket_leaves, bucket_dims = [xs[i] for i in bucket.members], [dims[i] for i in bucket.members]
-        moved = (
-            move_bucket(bucket_leaves, bucket_dims)
-            if len(bucket_leaves) > 1
-            else [move_leaf(bucket_leaves[0], bucket_dims[0])]
-        )
+        if len(bucket_leaves) > 1:
+            moved = move_bucket(bucket_leaves, bucket_dims)
+        else:
+            moved = [move_leaf(bucket_leaves[0], bucket_dims[0])]
         results = replaced(results, bucket.members, moved)
     return results
 

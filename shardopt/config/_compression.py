@@ -123,7 +123,7 @@ def manual_specs(plan: CompressionPlan) -> PyTree:
 def _specs_of_axes(plan: CompressionPlan, selects: Callable[[Any], bool]) -> PyTree:
     """Return the specs of the stacked reducer states over the selected axes alone."""
     select = lambda spec: PartitionSpec(*(entry if selects(entry) else None for entry in spec))  # noqa: E731
-    return jax.tree.map(select, compression_specs(plan), is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return jax.tree.map(select, compression_specs(plan))
 
 
 def compress_mean(plan: CompressionPlan, leaves: Sequence[jax.Array], state: PyTree) -> tuple[list[jax.Array], PyTree]:
@@ -172,5 +172,4 @@ def _leading_shape(plan: CompressionPlan, differs: bool) -> tuple[int, ...]:
 
 def _differs_by_device(state: PyTree) -> list[bool]:
     """Return for each leaf whether it differs between the devices that a mean is taken over."""
-    specs = jax.tree.leaves(state_specs(state, "any"), is_leaf=lambda x: isinstance(x, PartitionSpec))
-    return [spec != PartitionSpec() for spec in specs]
+    return [spec != PartitionSpec() for spec in jax.tree.leaves(state_specs(state, "any"))]

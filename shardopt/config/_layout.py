@@ -139,8 +139,7 @@ def _owned_by_matrices(config: StrategyConfig, plans: tuple[LeafPlan, ...], trai
 
 def shardings(mesh: Mesh, specs: PyTree) -> PyTree:
     """Return a tree of `NamedSharding` from one of `PartitionSpec`."""
-    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def _trainable(treedef: TreeDef, plans: Sequence[LeafPlan], params: PyTree) -> PyTree:

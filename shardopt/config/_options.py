@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from shardopt.config._compiler_options import CompilerOptions
 from shardopt.config._user_mesh import Axes
-from shardopt.core._arguments import check_choice, check_count, is_integer
+from shardopt.core._arguments import check_choice, check_count, check_flag, is_integer
 from shardopt.core._block_model import LossFn
 from shardopt.core._errors import error_text
 from shardopt.core._types import Rules
@@ -78,6 +78,10 @@ ARGUMENTS = {
 def _integer(name: str, value: int) -> int:
     check_count(name, value, minimum=1)
     return value
+
+
+def _optional_integer(name: str, value: int | None) -> int | None:
+    return None if value is None else _integer(name, value)
 
 
 def _rules(name: str, rules: Any) -> Any:
@@ -152,8 +156,7 @@ def _compiler_options(name: str, options: CompilerOptions | None) -> CompilerOpt
 
 
 def _flag(name: str, flag: bool) -> bool:
-    if not isinstance(flag, bool):
-        raise TypeError(error_text(f"{name} must be True or False, got {flag!r}."))
+    check_flag(name, flag)
     return flag
 
 
@@ -318,12 +321,12 @@ class ShardingOptions(TypedDict, total=False):
     """Options of strategies that shard over data."""
 
     min_shard_elements: Annotated[
-        int,
+        int | None,
         Option(
             "leaves with fewer elements than this stay replicated over data. For stacked blocks the elements of one "
-            "block count. `opt.config.report()` lists these leaves.",
-            default=1024,
-            check=_integer,
+            "block count. `opt.config.report()` lists these leaves. By default it is 16,384 on TPU, where gathers of "
+            "norms would wait for those of matrices, and 1,024 elsewhere.",
+            check=_optional_integer,
         ),
     ]
     scatter_dtype: Annotated[

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from shardopt.config._axes import TABLE
 from shardopt.core._errors import error_text
 from shardopt.core._types import PyTree, Rules
-from shardopt.mesh import AXES, on_mesh
+from shardopt.mesh import AXES, on_mesh, spec_axes
 
 
 class Axes(NamedTuple):
@@ -70,19 +70,17 @@ class UserMesh(NamedTuple):
         """Return a spec of roles as a spec of the user's axes, without axes of size 1."""
         entries: list[str | tuple[str, ...] | None] = []
         for entry in spec:
-            roles = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-            named = tuple(axis for role in roles for axis in self._sharded_axes(role))
+            named = tuple(axis for role in spec_axes((entry,)) for axis in self._sharded_axes(role))
             entries.append(named[0] if len(named) == 1 else named or None)
         return PartitionSpec(*entries)
 
     def specs(self, specs: PyTree) -> PyTree:
         """Return a tree of specs of roles as specs of the user's axes."""
-        return jax.tree.map(self.spec, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        return jax.tree.map(self.spec, specs)
 
     def shardings(self, specs: PyTree) -> PyTree:
         """Return a tree of specs of roles as `NamedSharding` on the user's mesh."""
-        place = lambda spec: NamedSharding(self.mesh, self.spec(spec))  # noqa: E731
-        return jax.tree.map(place, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, self.spec(spec)), specs)
 
     def rules(self, rules: Rules) -> Rules:
         """Return rules that name the user's axes as rules that name roles."""

@@ -78,14 +78,9 @@ def _words(x: jax.Array) -> list[jax.Array]:
         x = jax.random.key_data(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return [*_words(x.real), *_words(x.imag)]
-    bits = (
-        8
-        if x.dtype == bool
-        else jnp.iinfo(x.dtype).bits
-        if jnp.issubdtype(x.dtype, jnp.integer)
-        else jnp.finfo(x.dtype).bits
-    )
-    if x.dtype == bool or (bits < 8 and jnp.issubdtype(x.dtype, jnp.integer)):
+    is_integer = jnp.issubdtype(x.dtype, jnp.integer)
+    bits = 1 if x.dtype == bool else (jnp.iinfo if is_integer else jnp.finfo)(x.dtype).bits
+    if bits < 8 and (is_integer or x.dtype == bool):
         return [x.astype(jnp.int8).astype(jnp.uint32)]
     if bits == 64:
         pairs = jax.lax.bitcast_convert_type(x, jnp.uint32)

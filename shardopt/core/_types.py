@@ -12,6 +12,7 @@ from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 PyTree = Any
+Devices = Sequence[jax.Device]
 _Leaf = TypeVar("_Leaf")
 _State = TypeVar("_State")
 TreeDef = Any

@@ -156,10 +156,8 @@ def padding_share(rows: Batch | Iterable[Batch]) -> float:
     """
     num_tokens, num_positions = 0, 0
     for row in cast("Iterable[Batch]", [rows] if isinstance(rows, Mapping) else rows):
-        num_tokens, num_positions = (
-            num_tokens + np.count_nonzero(row["segment_ids"]),
-            num_positions + np.size(row["segment_ids"]),
-        )
+        num_tokens += np.count_nonzero(row["segment_ids"])
+        num_positions += np.size(row["segment_ids"])
     if not num_positions:
         raise ValueError("padding_share: there are no rows.")
     return float(1 - num_tokens / num_positions)

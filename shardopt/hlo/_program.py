@@ -39,6 +39,7 @@ from shardopt.hlo._walk import (
     unread_starts,
 )
 from shardopt.hlo.proof._prove import source_of
+from shardopt.hlo.proof._text import text_of
 
 Devices = tuple[jax.Device, ...]
 
@@ -108,7 +109,7 @@ def audit(
     name = parsed.module.header.removeprefix("HloModule").split(",")[0].strip()
     collectives = (parsed.collective(site) for site in collectives_of(parsed.module, schedule))
     listed = tuple(collective for collective in collectives if collective is not None)
-    source = parsed.text if parsed.compiled is None else source_of(parsed.compiled, parsed.lowered)
+    source = parsed.text if parsed.compiled is None else source_of(parsed.compiled, parsed.lowered, parsed.text)
     return Audit(listed, parsed.sizes, name, unread_starts(parsed.module), source)
 
 
@@ -186,10 +187,11 @@ def _compiled_text(
         problem = f"cannot audit a {type(compiled).__name__}."
         fix = "pass a jitted function with its arguments, such as opt.step, a Lowered, a Compiled, or HLO text."
         raise TypeError(error_text(problem, fix=fix))
-    text = compiled.as_text()
+    lowered = program if isinstance(program, Lowered) else None
+    text = text_of(compiled, lowered)
     if text is None:
         raise ValueError(error_text("this backend does not give the text of its compiled programs."))
-    return text, compiled, program if isinstance(program, Lowered) else None
+    return text, compiled, lowered
 
 
 def _check_placed(lowered: Lowered, args: tuple[PyTree, ...]) -> None:

@@ -3,12 +3,11 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from shardopt.config._compression import (
     CompressedOptState,
@@ -222,8 +221,8 @@ def abstract_state(local_layout: LocalLayout) -> tuple[TrainState, TrainState]:
     optimizer, inner_reducer = specs.opt_state if compressed else (specs.opt_state, None)
     reducer_specs = [compression_specs(plan) for plan in local_layout.compressions]
     replica_specs = Replicas(
-        params=PerReplica(_map_specs(stack, specs.params)),
-        optimizer=PerReplica(_map_specs(stack, optimizer)),
+        params=PerReplica(jax.tree.map(stack, specs.params)),
+        optimizer=PerReplica(jax.tree.map(stack, optimizer)),
         inner_reducer=inner_reducer,
         outer=tuple(
             _outer_specs(local_layout.config, outer_state, plans)
@@ -245,7 +244,3 @@ def _outer_specs(config: StrategyConfig, state: PyTree, plans: list[LeafPlan]) -
         sizes=config.mesh_shape,
         min_shard_elements=config.layout.min_shard_elements,
     )
-
-
-def _map_specs(f: Callable[[PartitionSpec], PartitionSpec], specs: PyTree) -> PyTree:
-    return jax.tree.map(f, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))

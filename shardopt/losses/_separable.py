@@ -514,14 +514,12 @@ def _find_problem(result: _Result, relations: Sequence[Relation], pieces: int) -
             )
             return Mixing(result.name, reason, operation, lines)
         if result.expected in ("max", "min"):
-            if not (isinstance(relation, Extreme) and relation.kind == result.expected) and relation != Same(
-                drawn=getattr(relation, "drawn", False)
-            ):
-                name = "largest" if result.expected == "max" else "smallest"
-                return Mixing(
-                    result.name, f"it is not shown to be the {name} of what the pieces give.", operation, lines
-                )
-            return None
+            is_extreme = isinstance(relation, Extreme) and relation.kind == result.expected
+            if is_extreme or relation == Same(drawn=getattr(relation, "drawn", False)):
+                return None
+            name = "largest" if result.expected == "max" else "smallest"
+            reason = f"it is not shown to be the {name} of what the pieces give."
+            return Mixing(result.name, reason, operation, lines)
         if isinstance(relation, Extreme):
             return Mixing(result.name, REASONS["mixes"], operation, lines)
         assert isinstance(relation, Same | Total)
@@ -558,14 +556,11 @@ def _reworded_for_positions(reason: str) -> str:
 
 
 def _mixing_of_unknown(result: str, relation: Unknown) -> Mixing:
-    lines = [] if relation.op is None else [_operation_line(relation.op)]
-    if (
-        relation.op is not None
-        and relation.use is not None
-        and _operation_name(relation.use) != _operation_name(relation.op)
-    ):
-        lines.append("whose result goes into " + _operation_line(relation.use))
-    return Mixing(result, REASONS[relation.reason], _operation_name(relation.op), tuple(lines))
+    op, use = relation.op, relation.use
+    lines = [] if op is None else [_operation_line(op)]
+    if op is not None and use is not None and _operation_name(use) != _operation_name(op):
+        lines.append("whose result goes into " + _operation_line(use))
+    return Mixing(result, REASONS[relation.reason], _operation_name(op), tuple(lines))
 
 
 def _operation_line(op: Operation) -> str:

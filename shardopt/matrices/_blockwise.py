@@ -12,9 +12,9 @@ import jax.extend.core as jex
 import numpy as np
 from jax.typing import ArrayLike
 
-from shardopt.trace._jaxprs import called_jaxprs
+from shardopt.trace._jaxprs import called_jaxprs, shape_of
 from shardopt.trace._matrix_work import is_opaque
-from shardopt.trace._parts import Atom, shape_of
+from shardopt.trace._parts import Atom
 from shardopt.trace._primitives import DECOMPOSITIONS, ELEMENTWISE
 
 _MIXED_DIM = {
@@ -50,9 +50,7 @@ def match_variables(full: jex.Jaxpr, single: jex.Jaxpr) -> dict[jex.Var, jex.Var
             )
         if full_atom in unmatched_constants[0] and single_atom in unmatched_constants[1]:
             matches.setdefault(full_atom, single_atom)
-        return matches.get(full_atom) is single_atom and len(shape_of(full_atom).shape) == len(
-            shape_of(single_atom).shape
-        )
+        return matches.get(full_atom) is single_atom and len(shape_of(full_atom)) == len(shape_of(single_atom))
 
     def inputs_match(full_atoms: Sequence[Atom], single_atoms: Sequence[Atom]) -> bool:
         return len(full_atoms) == len(single_atoms) and all(map(atoms_match, full_atoms, single_atoms))
@@ -89,7 +87,7 @@ def is_blockwise(
 
 def block_dim(var: jex.Var, matches: Mapping[jex.Var, jex.Var], blocks: int) -> int | None:
     """Return the dim of a variable that counts blocks; None if no dim does; -1 if the two shapes differ in another way."""
-    full_shape, single_shape = shape_of(var).shape, shape_of(matches[var]).shape
+    full_shape, single_shape = shape_of(var), shape_of(matches[var])
     different_dims = [dim for dim, (a, b) in enumerate(zip(full_shape, single_shape, strict=True)) if a != b]
     if not different_dims:
         return None
@@ -117,7 +115,7 @@ def _keeps_blocks_apart(
         (input_dim,), (output_dim,) = input_dims, output_dims
         if input_dim is None:
             return False
-        old_shape, new_shape = shape_of(eqn.invars[0]).shape, shape_of(eqn.outvars[0]).shape
+        old_shape, new_shape = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
         # otherwise blocks would be interleaved
         return math.prod(old_shape[:input_dim]) == math.prod(new_shape[:output_dim])
     if name in _MIXED_DIM:
@@ -127,7 +125,7 @@ def _keeps_blocks_apart(
     if name == "dot_general":
         return _product_keeps_blocks_apart(input_dims, params["dimension_numbers"])
     if name in DECOMPOSITIONS:
-        ranks = [len(shape_of(var).shape) for var in eqn.invars if not isinstance(var, jex.Literal)]
+        ranks = [len(shape_of(var)) for var in eqn.invars if not isinstance(var, jex.Literal)]
         # reflectors have one dim less than their matrix
         return all(dim is None or dim < max(ranks) - 2 for dim in input_dims)
     return name in _NEVER_MIXING or name.startswith(_REDUCTION_PREFIXES)

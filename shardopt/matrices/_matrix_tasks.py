@@ -16,9 +16,9 @@ from typing import NamedTuple, TypeGuard
 
 import jax.extend.core as jex
 
-from shardopt.trace._jaxprs import called_jaxprs, cost_of
+from shardopt.trace._jaxprs import called_jaxprs, cost_of, shape_of
 from shardopt.trace._matrix_work import Groups, is_heavy, is_opaque
-from shardopt.trace._parts import MOST, Atom, Trace, bytes_of, inputs_of, min_cut, shape_of, slice_of
+from shardopt.trace._parts import MOST, Atom, Trace, bytes_of, inputs_of, min_cut, slice_of
 
 _RESHAPES = frozenset({"reshape", "transpose", "squeeze", "expand_dims"})
 
@@ -54,7 +54,7 @@ def gathered_bytes(jaxpr: jex.Jaxpr, min_elements: int) -> int:
             return None
         if is_opaque(eqn) or not is_heavy(eqn, min_elements):
             return 0
-        large = [var for var in (*eqn.invars, *eqn.outvars) if math.prod(shape_of(var).shape) >= min_elements]
+        large = [var for var in (*eqn.invars, *eqn.outvars) if math.prod(shape_of(var)) >= min_elements]
         return min(map(bytes_of, large), default=0)
 
     return int(sum(cost_of(eqn, smallest_operand) for eqn in jaxpr.eqns))

@@ -16,8 +16,9 @@ from shardopt.config._layout import Layout
 from shardopt.core._types import in_averages
 from shardopt.matrices._owners import is_moved
 from shardopt.partition import LeafPlan
+from shardopt.trace._jaxprs import shape_of
 from shardopt.trace._matrix_work import Groups, is_heavy, is_opaque
-from shardopt.trace._parts import MOST, Trace, bytes_of, inputs_of, shape_of, sink_side
+from shardopt.trace._parts import MOST, Trace, bytes_of, inputs_of, sink_side
 
 _PARAMETERS, _OWNERS = 0, 1
 """Source and sink of the cut: the shards of parameters, and the owners."""
@@ -131,6 +132,6 @@ class _CrossingVariables:
 
     def plan(self, var: jex.Var) -> LeafPlan | None:
         """Return the plan of the parameters with the shape of a variable, if they are all placed alike and move."""
-        plans = self.plans.get((self.groups.root(var), shape_of(var).shape), [])
+        plans = self.plans.get((self.groups.root(var), shape_of(var)), [])
         placements = {(plan.owned, plan.spec(sharded=True)) for plan in plans}
         return plans[0] if len(placements) == 1 and is_moved(plans[0]) else None

@@ -16,9 +16,9 @@ from shardopt.mesh import spec_axes
 from shardopt.partition import LeafPlan, Owned, shard_axes
 from shardopt.partition._balance import share_out
 from shardopt.partition._owners import TENSOR
-from shardopt.trace._jaxprs import called_jaxprs, cost_of
+from shardopt.trace._jaxprs import called_jaxprs, cost_of, shape_of
 from shardopt.trace._matrix_work import MIN_ELEMENTS, Groups
-from shardopt.trace._parts import Trace, jaxpr_of_part, product_flops, shape_of
+from shardopt.trace._parts import Trace, abstract_value, jaxpr_of_part, product_flops
 
 CutLeaves = frozenset[int]
 """The trained leaves, by index, that have a single block in a trace; an empty set is the trace of the whole update."""
@@ -147,10 +147,7 @@ def plan_stages(
 
 
 def _make_stage(
-    tasks: tuple[OwnedTask, ...],
-    local_tasks: tuple[OwnedTask, ...],
-    num_owners: int,
-    traces: dict[CutLeaves, Trace],
+    tasks: tuple[OwnedTask, ...], local_tasks: tuple[OwnedTask, ...], num_owners: int, traces: dict[CutLeaves, Trace]
 ) -> OwnedStage:
     # units of one program are adjacent, so that devices have the same mixtures of programs
     order = sorted(range(len(tasks)), key=lambda i: (-tasks[i].cost, tasks[i].key, i))
@@ -261,7 +258,7 @@ def _make_owned_task(
 
     def transfer_of(var: jex.Var, *, large: bool) -> Transfer:
         dim = None if matches is None else block_dim(var, matches, blocks)
-        unit = shape_of(var if matches is None else matches[var])
+        unit = abstract_value(var if matches is None else matches[var])
         dtype = np.dtype(unit.dtype)
         if large and state_axes is None and (sent := _sent_spec(config, var, plans, dim)) is not None:
             return Transfer(sent, True, unit.shape, dtype, dim)
@@ -269,7 +266,7 @@ def _make_owned_task(
         return Transfer(local_spec, False, unit.shape, dtype, dim)
 
     min_elements = max(MIN_ELEMENTS, config.layout.min_shard_elements)
-    is_large = lambda var: math.prod(shape_of(var).shape) >= min_elements  # noqa: E731
+    is_large = lambda var: math.prod(shape_of(var)) >= min_elements  # noqa: E731
     reads = [*task.inputs, *task.small_inputs]
     unit_var = lambda var: var if matches is None else matches[var]  # noqa: E731
     input_vars, output_vars = [unit_var(var) for var in reads], [unit_var(var) for var in task.outputs]
@@ -294,7 +291,7 @@ def _sent_spec(
     config: StrategyConfig, var: jex.Var, plans: Sequence[LeafPlan], dim: int | None
 ) -> PartitionSpec | None:
     """Return a spec that shards a value over all axes of owners; None if no dim allows it, or the leaf is replicated."""
-    shape, sizes = shape_of(var).shape, config.mesh_shape
+    shape, sizes = shape_of(var), config.mesh_shape
     plan = next((plan for plan in plans if plan.shape == shape), None)
     entries: list[tuple[str, ...]] = [()] * len(shape)
     if plan is not None:
@@ -331,9 +328,9 @@ def _flops_of_primitive(eqn: jex.JaxprEqn) -> float | None:
     if called_jaxprs(eqn):
         return None
     if name in _DECOMPOSITION_FLOPS:
-        shape = shape_of(eqn.invars[0]).shape
+        shape = shape_of(eqn.invars[0])
         return _DECOMPOSITION_FLOPS[name] * math.prod(shape) * min(shape[-2:])
-    return float(sum(math.prod(shape_of(var).shape) for var in eqn.outvars))
+    return float(sum(math.prod(shape_of(var)) for var in eqn.outvars))
 
 
 _DECOMPOSITION_FLOPS = {"cholesky": 1 / 3, "eig": 25.0, "eigh": 9.0, "lu": 2 / 3, "geqrf": 2.0, "qr": 4.0, "svd": 20.0}

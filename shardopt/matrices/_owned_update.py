@@ -21,7 +21,7 @@ from shardopt.matrices._owners import move, moved_bytes
 from shardopt.mesh import spec_axes
 from shardopt.partition import LayoutBytes, Owned, Owners
 from shardopt.trace._matrix_work import MIN_ELEMENTS
-from shardopt.trace._parts import Atom, Trace, part_of, shape_of, slice_of
+from shardopt.trace._parts import Atom, Trace, abstract_value, part_of, slice_of
 
 
 def owned_update(
@@ -121,7 +121,9 @@ def owners_of(config: StrategyConfig, layout: Layout) -> Owners | None:
     staged = [stage_bytes(config, stage) for stage in stages]
     moves = _sides(config, layout, trace, stages).moves
     sent = sum(stage_sent for stage_sent, _ in staged)
-    sent += sum(moved_bytes(config, variable_move.plan, shape_of(var).dtype) for var, variable_move in moves.items())
+    sent += sum(
+        moved_bytes(config, variable_move.plan, abstract_value(var).dtype) for var, variable_move in moves.items()
+    )
     return Owners((*rows, *without_owner), count, imbalance, sent, sum(padding for _, padding in staged))
 
 

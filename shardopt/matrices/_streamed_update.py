@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
@@ -16,8 +16,9 @@ from shardopt.core._types import PyTree, abstract
 from shardopt.matrices._blockwise import block_dim, is_blockwise, match_variables
 from shardopt.matrices._owned_tasks import WHOLE
 from shardopt.matrices._owned_update import evaluate, retrace
+from shardopt.trace._jaxprs import shape_of
 from shardopt.trace._matrix_work import is_opaque
-from shardopt.trace._parts import Atom, Trace, part_of, shape_of, slice_of
+from shardopt.trace._parts import Atom, Trace, abstract_value, part_of, slice_of
 
 
 class Stream(NamedTuple):
@@ -66,8 +67,7 @@ def streamed_update(
     if stream is None:
         return update(grads, to_device(config.update.offload, opt_state, shardings(config.mesh, specs)), params)
     leaves, treedef = jax.tree.flatten(opt_state)
-    leaf_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    on_device = [NamedSharding(config.mesh, spec) for spec in leaf_specs]
+    on_device = [NamedSharding(config.mesh, spec) for spec in jax.tree.leaves(specs)]
     streamed = set(stream.state)
     host_state = {
         i: jax.device_put(x, on_device[i].with_memory_kind(HOST)) for i, x in enumerate(leaves) if i in streamed
@@ -85,7 +85,7 @@ def streamed_update(
 
     loop_results = [*stream.updates, *(len(grad_leaves) + i for i in stream.state)]
     shardings_on_device = {jaxpr.invars[len(grad_leaves) + i]: on_device[i] for i in stream.state}
-    starts = [_start_like(grad_leaves[i], shape_of(jaxpr.outvars[i])) for i in stream.updates]
+    starts = [_start_like(grad_leaves[i], abstract_value(jaxpr.outvars[i])) for i in stream.updates]
     loop_values = _loop(
         stream,
         values,
@@ -126,7 +126,7 @@ def plan_stream(config: StrategyConfig, layout: Layout, value: jax.ShapeDtypeStr
     if (
         not state
         or not same_leaves
-        or any(dim_of_blocks(var) != 0 or shape_of(matches[var]).shape[0] != 1 for var in loop_outputs)
+        or any(dim_of_blocks(var) != 0 or shape_of(matches[var])[0] != 1 for var in loop_outputs)
     ):
         return None
     results = {var for eqn in full_trace.jaxpr.eqns for var in eqn.outvars}

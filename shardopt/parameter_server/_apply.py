@@ -110,15 +110,18 @@ class Programs:
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
         states = jax.eval_shape(lambda shard: (self.tx.init(shard), self.rule.init(shard)), shard)
         update = Update(shard, Weighted(scalar, scalar), {}, 1)
-        return bool(jax.eval_shape(self._jitted[2], *run_arguments((shard, *states), [update], None, 0)))
+        _, _, sums, _ = self._jitted
+        return bool(jax.eval_shape(sums, *run_arguments((shard, *states), [update], None, 0)))
 
     def sums(self, args: tuple[Any, ...]) -> list[jax.Array]:
         """Return the terms that this server adds to the sums."""
-        return self._jitted[2](*args)
+        _, _, sums, _ = self._jitted
+        return sums(*args)
 
     def finish(self, server_sums: Sequence[Sequence[jax.Array]], args: tuple[Any, ...]) -> UpdateResult:
         """Return the updated leaves and states, with the terms of all servers."""
-        return self._jitted[3](server_sums, *args) if server_sums and server_sums[0] else self.update(args)
+        *_, finish = self._jitted
+        return finish(server_sums, *args) if server_sums and server_sums[0] else self.update(args)
 
 
 def update_program(tx: optax.GradientTransformation, rule: Rule, codec: Compressor | None = None) -> RunUpdate:

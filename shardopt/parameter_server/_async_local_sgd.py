@@ -13,7 +13,7 @@ from shardopt.config._check import check_optimizer
 from shardopt.core._arguments import check_count, is_integer
 from shardopt.core._block_model import as_block_model
 from shardopt.core._errors import calling, format_error
-from shardopt.core._types import PyTree, TrainState
+from shardopt.core._types import Devices, PyTree, TrainState
 from shardopt.parameter_server._async_sgd import check_not_shared, check_servers
 from shardopt.parameter_server._clock import check_max_staleness
 from shardopt.parameter_server._fragments import FragmentPlan, check_fragments
@@ -21,20 +21,13 @@ from shardopt.parameter_server._islands import Island, Islands, Streaming, check
 from shardopt.parameter_server._optimizer import AsyncOptimizer, check_backend
 from shardopt.parameter_server._run import BatchesOf, Compute, RunSpec
 from shardopt.parameter_server._server import ServerSettings
-from shardopt.parameter_server._worker import (
-    Streams,
-    WorkerCompressors,
-    check_codec,
-    check_sgd_params,
-    codec_header,
-)
+from shardopt.parameter_server._worker import Streams, WorkerCompressors, check_codec, check_sgd_params, codec_header
 from shardopt.parameter_server.rules import Rule
 from shardopt.reducers import Compressor, Reducer
 from shardopt.step._optimizer import ShardedOptimizer
 
 CALLER = "async_local_sgd"
 
-Devices = Sequence[jax.Device]
 MakeIsland = Callable[[Devices], ShardedOptimizer]
 """`devices -> strategy`, called in the process of an island."""
 

@@ -21,12 +21,7 @@ from ray.exceptions import RayActorError, RayError
 
 from shardopt.core._errors import format_error
 from shardopt.core._types import PyTree, Weighted, abstract
-from shardopt.parameter_server._apply import (
-    Programs,
-    UpdateResult,
-    metrics_of,
-    run_arguments,
-)
+from shardopt.parameter_server._apply import Programs, UpdateResult, metrics_of, run_arguments
 from shardopt.parameter_server._mathematics import ServerArrays
 from shardopt.parameter_server._settings import begin_process
 from shardopt.parameter_server._sharded import ServerShards, shapes_of, shard

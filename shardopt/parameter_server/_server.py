@@ -12,21 +12,15 @@ import optax
 from shardopt.config._check import check_optimizer
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, format_error
-from shardopt.core._types import PyTree
+from shardopt.core._types import Devices, PyTree
 from shardopt.parameter_server import _clock as clocks
 from shardopt.parameter_server._apply import Programs
 from shardopt.parameter_server._clock import Clock, PersistentMap
 from shardopt.parameter_server._fragments import FragmentPlan
 from shardopt.parameter_server._log import Event
 from shardopt.parameter_server._mathematics import Mathematics, OneServer, copy_states
-from shardopt.parameter_server._sharded import Devices, LocalServers
-from shardopt.parameter_server._updates import (
-    NO_WEIGHT,
-    NonFiniteUpdateError,
-    Update,
-    check_params,
-    faults,
-)
+from shardopt.parameter_server._sharded import LocalServers
+from shardopt.parameter_server._updates import NO_WEIGHT, NonFiniteUpdateError, Update, check_params, faults
 from shardopt.parameter_server.rules import Rule, plain
 from shardopt.reducers import Reducer, compressor
 

@@ -11,14 +11,8 @@ import numpy as np
 import optax
 
 from shardopt.core._errors import calling, error_text, format_error
-from shardopt.core._types import PyTree, Weighted, abstract, wide_dtype
-from shardopt.parameter_server._apply import (
-    Programs,
-    Pushes,
-    UpdateResult,
-    run_arguments,
-    update_program,
-)
+from shardopt.core._types import Devices, PyTree, Weighted, abstract, wide_dtype
+from shardopt.parameter_server._apply import Programs, Pushes, UpdateResult, run_arguments, update_program
 from shardopt.parameter_server._mathematics import ServerArrays, copy_states
 from shardopt.parameter_server._sparse import has_rows
 from shardopt.parameter_server._sums import AXIS
@@ -28,7 +22,6 @@ from shardopt.step._inputs import copied
 from shardopt.transforms._shard_checks import check_elementwise
 
 CALLER = "parameter_server"
-Devices = Sequence[jax.Device]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("trees", "rest"), meta_fields=("shapes",))

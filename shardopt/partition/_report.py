@@ -217,7 +217,7 @@ def _replicated_state(
     specs: TrainState, abstract_state: TrainState, mesh: Mesh, min_shard_elements: int
 ) -> tuple[ReplicatedState, ...]:
     axes = shard_axes(mesh.shape)
-    leaf_specs = jax.tree.leaves(specs.opt_state, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    leaf_specs = jax.tree.leaves(specs.opt_state)
     replicated = []
     for (path, leaf), spec in zip(leaves_with_paths(abstract_state.opt_state), leaf_specs, strict=True):
         if axes.size > 1 and math.prod(leaf.shape) > 1 and axes.names[0] not in spec_axes(spec):
@@ -228,11 +228,9 @@ def _replicated_state(
 
 def device_bytes(tree: PyTree, specs: PyTree, mesh: Mesh) -> int:
     """Return the bytes on each device of a tree that `specs` place."""
-    leaves = jax.tree.leaves(tree)
-    leaf_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     return sum(
         math.prod(leaf.shape) * leaf.dtype.itemsize // num_shards(spec, mesh)
-        for leaf, spec in zip(leaves, leaf_specs, strict=True)
+        for leaf, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True)
     )
 
 

@@ -41,7 +41,7 @@ def rules_from_logical_axes(
       [('^up/kernel$', (None, 'tensor'))]
     """
     _check_axis_rules(axis_rules)
-    leaves = leaves_with_paths(logical_specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    leaves = leaves_with_paths(logical_specs)
     if wrong_leaves := [
         f"{path}: {type(leaf).__name__}" for path, leaf in leaves if not isinstance(leaf, PartitionSpec)
     ]:

@@ -1,5 +1,6 @@
 """`aot`: compile a training step with the real compilers for TPU and GPU, on a machine that has neither."""
 
+import importlib.metadata
 import math
 import re
 import time
@@ -17,6 +18,7 @@ from shardopt.hlo._program import Memory, argument_padding, audit, inner_product
 from shardopt.hlo._report import Audit
 from shardopt.hlo.proof import Proof
 from shardopt.hlo.proof._prove import source_of
+from shardopt.hlo.proof._text import text_of
 from shardopt.mesh import make_mesh
 from shardopt.planning._compiled_time import StepSeconds, walk_schedule
 from shardopt.planning._hardware import Hardware, hardware_of
@@ -156,6 +158,8 @@ def aot(
       TypeError: if `make` does not return a `ShardedOptimizer`.
       ValueError: if the topology is unknown (the message lists the known forms), or the sizes do not fit its chips.
       ValueError: if the step does not fit into a chip's memory.
+      RuntimeError: for tpu7x, if jax is older than 0.11 and libtpu newer than the one that belongs to it: its jaxlib cannot
+        read such a program back.
 
     Example:
       >>> import shardopt as so
@@ -173,6 +177,8 @@ def aot(
     """
     chip, dims = parse_topology(topology)
     devices = topology_devices(topology, num_slices=num_slices)
+    if chip.name == "tpu7x":
+        _check_versions()
     mesh = make_mesh(data, tensor, pipeline, replica=replica, context=context, expert=expert, devices=devices)
     opt = make(mesh)
     if not isinstance(opt, ShardedOptimizer):
@@ -183,7 +189,7 @@ def aot(
     lowered = opt.step.lower(opt.abstract_state(abstract_params), shapes)
     compiled = _compile(lowered, topology, chip)
     seconds = time.perf_counter() - start
-    text = compiled.as_text() or ""
+    text = text_of(compiled, lowered) or ""
     schedule = opt.config.schedule
     # a chip that appears as two devices gives each half of its memory
     devices_per_chip = len(devices) // (math.prod(dims) * num_slices)
@@ -192,7 +198,7 @@ def aot(
         num_slices=num_slices,
         mesh_shape=dict(mesh.shape),
         memory=memory(compiled),
-        audit=audit(compiled, mesh=dict(mesh.shape), schedule=schedule)._replace(source=source_of(compiled, lowered)),
+        audit=audit(text, mesh=dict(mesh.shape), schedule=schedule)._replace(source=source_of(compiled, lowered, text)),
         flops=inner_product_flops(text, schedule=schedule),
         compile_seconds=seconds,
         hbm_bytes=chip.memory_bytes // devices_per_chip,
@@ -201,11 +207,33 @@ def aot(
     )
 
 
+def _check_versions() -> None:
+    """Refuse jax and libtpu that cannot compile for tpu7x together. By default its collectives run on the SparseCore."""
+    try:
+        version = importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    if jax.__version_info__ < (0, 11) and tuple(map(int, re.findall(r"\d+", version)[:3])) >= _UNREADABLE:
+        raise _unreadable(f"a program of libtpu {version} for tpu7x")
+
+
+_UNREADABLE = (0, 0, 50)
+"""The first libtpu that was tried whose SparseCore collectives a jaxlib before 0.11 cannot read; 0.0.42 is readable."""
+
+
+def _unreadable(program: str) -> RuntimeError:
+    problem = f"jaxlib {jax.lib.__version__} cannot read {program} back: async-update with several operands."
+    fix = "install jax 0.11 or newer (Python 3.12), or the libtpu that belongs to this jax: pip install 'jax[tpu]'."
+    return RuntimeError(format_error("aot", problem, fix=fix))
+
+
 def _compile(lowered: Lowered, topology: str, chip: Hardware) -> Compiled:
     try:
         compiled = lowered.compile()
     except Exception as error:
         text = str(error)
+        if "async-update instruction should have" in text:
+            raise _unreadable(f"the program for {topology}") from error
         internal = text.startswith("INTERNAL") or ("RESOURCE_EXHAUSTED" not in text and "memory" not in text.lower())
         if "vmem" in text.lower() or internal:
             raise  # the error of a kernel with too little scratch memory on a core needs no explanation

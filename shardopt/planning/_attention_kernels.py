@@ -5,13 +5,15 @@ import re
 from typing import NamedTuple
 
 from shardopt.hlo._hlo_text import Instruction, arrays, elements
+from shardopt.nn import _splash_backward, _splash_forward
 from shardopt.nn._flash import TILE
+from shardopt.nn._kernel_tiles import vmem
 
 KERNELS = {"fwd": (1, 1), "dq": (2, 1), "fused": (3, 2), "dkv": (2, 2)}
 """Kernel to the number of products per tile: (with the width of keys, with the width of values)."""
 FORWARD = KERNELS["fwd"]
 BACKWARD = KERNELS["fused"]
-"""The kernel of `shardopt.nn._splash_backward`; each of jax's two kernels computes scores and their gradients again."""
+"""The products of `shardopt.nn._splash_backward`; each of jax's two kernels computes scores and their gradients again."""
 
 
 def splash_flops(
@@ -42,13 +44,14 @@ class KernelCall(NamedTuple):
     """A call of an attention kernel on one row or more.
 
     Attributes:
-      kernel: "fwd", "dq", "dkv" or "fused" of jax, also with "_segmented", or "splash_backward" of shardopt.
+      kernel: "fwd", "dq", "dkv" or "fused" of jax, or "splash_forward_N" or "splash_backward_N" of shardopt with N heads of
+        queries a step; all also with "_segmented".
       block: positions of a block of queries, and of keys.
       rows: rows and heads, B x H.
       length: T, positions.
       width: width of a head.
       parallel: parts of the work that the cores of a device can share. jax's backward kernels share rows alone, its
-        forward kernel shares heads too, and shardopt's backward kernel shares groups of heads.
+        forward kernel shares heads too. shardopt's forward kernel shares its steps of heads, and its backward kernel groups.
     """
 
     kernel: str
@@ -68,7 +71,18 @@ class Bundles(NamedTuple):
 
 
 SCHEDULED = {
-    ("v5p", "splash_backward", 512, 128): Bundles(3097, 0, 146),
+    ("v5p", "splash_forward_4", 512, 128): Bundles(1009, 0, 391),
+    ("v5p", "splash_backward_4", 512, 128): Bundles(2439.75, 0, 144.46875),
+    ("v5p", "splash_forward_2", 512, 128): Bundles(1004.5, 0, 360),
+    ("v5p", "splash_backward_2", 512, 128): Bundles(2680, 0, 144.875),
+    ("v5p", "splash_forward_1", 512, 128): Bundles(1053, 0, 447),
+    ("v5p", "splash_backward_1", 512, 128): Bundles(2924, 0, 145.6875),
+    ("v5p", "splash_forward_4_segmented", 512, 128): Bundles(1089, 0, 208),
+    ("v5p", "splash_backward_4_segmented", 512, 128): Bundles(2513.5, 0, 144.46875),
+    ("v5p", "splash_forward_2_segmented", 512, 128): Bundles(1154.5, 0, 262.5),
+    ("v5p", "splash_backward_2_segmented", 512, 128): Bundles(2815.5, 0, 144.875),
+    ("v5p", "splash_forward_1_segmented", 512, 128): Bundles(1073, 0, 473),
+    ("v5p", "splash_backward_1_segmented", 512, 128): Bundles(3390, 0, 145.6875),
     ("v5p", "fwd", 512, 128): Bundles(319, 1199, 507),
     ("v5p", "dq", 512, 128): Bundles(251, 1457, 109),
     ("v5p", "dkv", 512, 128): Bundles(347, 1832, 51.25),
@@ -79,7 +93,18 @@ SCHEDULED = {
     ("v5p", "dkv_segmented", 512, 128): Bundles(366, 1907, 51.25),
     ("v5p", "fwd_segmented", 1024, 128): Bundles(386, 4933, 995),
     ("v5p", "fused_segmented", 1024, 128): Bundles(528, 9174, 99.25),
-    ("v6e", "splash_backward", 512, 128): Bundles(2065, 0, 86),
+    ("v6e", "splash_forward_4", 512, 128): Bundles(644, 0, 219),
+    ("v6e", "splash_backward_4", 512, 128): Bundles(1578.5, 0, 84.46875),
+    ("v6e", "splash_forward_2", 512, 128): Bundles(741, 0, 171.5),
+    ("v6e", "splash_backward_2", 512, 128): Bundles(1718, 0, 84.875),
+    ("v6e", "splash_forward_1", 512, 128): Bundles(895, 0, 216),
+    ("v6e", "splash_backward_1", 512, 128): Bundles(2021, 0, 85.6875),
+    ("v6e", "splash_forward_4_segmented", 512, 128): Bundles(830.5, 0, 83.75),
+    ("v6e", "splash_backward_4_segmented", 512, 128): Bundles(1648.25, 0, 84.46875),
+    ("v6e", "splash_forward_2_segmented", 512, 128): Bundles(952.5, 0, 28),
+    ("v6e", "splash_backward_2_segmented", 512, 128): Bundles(1855.5, 0, 84.875),
+    ("v6e", "splash_forward_1_segmented", 512, 128): Bundles(1103, 0, 43),
+    ("v6e", "splash_backward_1_segmented", 512, 128): Bundles(2197, 0, 85.6875),
     ("v6e", "fwd", 512, 128): Bundles(244, 911, 252),
     ("v6e", "dq", 512, 128): Bundles(103, 1008, 68),
     ("v6e", "dkv", 512, 128): Bundles(148, 1274, 31.25),
@@ -100,8 +125,8 @@ def scheduled_cycles(chip: str, call: KernelCall) -> float | None:
     A core starts one bundle a cycle. Stalls are not counted.
 
     Example:
-      >>> call = KernelCall("splash_backward", 512, rows=32, length=4096, width=128, parallel=8)
-      >>> 3e6 < scheduled_cycles("v5p", call) < 4e6
+      >>> call = KernelCall("splash_backward_4", 512, rows=32, length=4096, width=128, parallel=8)
+      >>> 2e6 < scheduled_cycles("v5p", call) < 3e6
       True
     """
     bundles = SCHEDULED.get((chip, call.kernel, call.block, call.width))
@@ -109,7 +134,7 @@ def scheduled_cycles(chip: str, call: KernelCall) -> float | None:
         return None
     blocks = max(call.length // call.block, 1)
     tiles = blocks * (blocks + 1) // 2
-    steps = tiles if call.kernel == "splash_backward" else blocks**2  # jax visits hidden tiles, and computes nothing
+    steps = tiles if call.kernel.startswith("splash_") else blocks**2  # jax visits hidden tiles, and computes nothing
     return call.rows * (steps * bundles.step + tiles * bundles.tile + blocks * bundles.row)
 
 
@@ -123,20 +148,18 @@ def shared_by_cores(cores: int, parallel: int) -> float:
     return -(-parallel // cores) / parallel
 
 
-def kernel_call(line: Instruction, inputs: list[str]) -> KernelCall | None:
-    """Return the call of a causal attention kernel on whole rows; None for other kernels, and with segments in shardopt's.
+def kernel_call(line: Instruction, inputs: list[str], chip: str) -> KernelCall | None:
+    """Return the call of a causal attention kernel on whole rows; None for other kernels.
 
     Args:
       line: the instruction. jax writes the sizes of blocks into its attributes.
-      inputs: shapes of its inputs. In jax's kernels queries are the first floats. Both libraries pass the visible tiles:
-        shardopt as two lists, and jax as a table for every block of queries.
+      chip: its VMEM decides how many heads share a step of shardopt's kernels.
+      inputs: shapes of its inputs. In jax's kernels queries are the first floats, and a table has the visible tiles of every
+        block of queries.
     """
     floats = [_dims(shape) for shape in inputs if shape.startswith(_FLOATS) and len(_dims(shape)) >= 3]
-    if "splash_backward" in line.name and len(inputs) == _OPERANDS and line.shape.startswith("(bf16"):
-        (B, H, T, K), G = floats[0], floats[-1][1]
-        blocks = T // TILE
-        causal = _dims(inputs[0]) == [blocks * (blocks + 1) // 2]
-        return KernelCall("splash_backward", TILE, B * H, T, K, B * G) if causal else None
+    if re.search("splash_(forward|backward)", line.name) and len(floats) > 2:
+        return _our_call(line, inputs, floats, chip)
     match = re.search(r"splash_mha_(fwd|dq|dkv)(_segmented)?_(no_)?residuals", line.name)
     if match is None or not floats:
         return None
@@ -155,8 +178,23 @@ def _jax_kernel(phase: str, line: Instruction) -> tuple[str, int]:
     return "fused" if fused else phase, int(size[1]) if size else TILE
 
 
-_OPERANDS = 8
-"""The operands of shardopt's kernel without segments: two lists of tiles, and six arrays."""
+def _our_call(line: Instruction, inputs: list[str], floats: list[list[int]], chip: str) -> KernelCall | None:
+    """Return the call of a kernel of shardopt; its list of tiles, or its stated flops, tell whether the mask is causal."""
+    query, key, value_width = floats[0], floats[-1], floats[-1][3]
+    (B, H, T, K), G = query, key[1]
+    blocks, memory = T // TILE, vmem({"v4": "TPU v4", "v6e": "TPU v6 lite"}.get(chip, chip))
+    segments = "_segmented" * any(shape.startswith("s32") and len(_dims(shape)) == 3 for shape in inputs)
+    if T % TILE or not line.shape.startswith("(bf16"):
+        return None
+    if "splash_backward" in line.name:
+        causal = _dims(inputs[0]) == [blocks * (blocks + 1) // 2]
+        heads = _splash_backward.heads_of_step(query, key, value_width, T, "bfloat16", memory)
+        name, parallel = f"splash_backward_{heads}", B * G
+    else:
+        causal = kernel_flops(line, inputs) == splash_flops(*FORWARD, heads=B * H, length=T, keys=K, values=value_width)
+        heads = max(_splash_forward.heads_of_step(query, key, value_width, "bfloat16", memory), 1)
+        name, parallel = f"splash_forward_{heads}", B * H // heads
+    return KernelCall(name + segments, TILE, B * H, T, K, parallel) if causal else None
 
 
 def kernel_flops(line: Instruction, inputs: list[str]) -> float:

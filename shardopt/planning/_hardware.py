@@ -1,14 +1,11 @@
 """Peak rates of chips and of the links between them: published figures, each with its source."""
 
 import dataclasses
-from collections.abc import Sequence
-
-import jax
 
 from shardopt.core._errors import error_text
+from shardopt.core._types import Devices
 
 GIB = 2**30
-Devices = Sequence[jax.Device]
 
 
 _ALL = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute")

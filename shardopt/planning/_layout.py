@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from shardopt.config._config import PLACEMENTS, Placement, configure
+from shardopt.config._config import PLACEMENTS, Placement, configure, default_min_shard_elements
 from shardopt.config._layout import make_layout
 from shardopt.core._block_model import BlockModel
 from shardopt.core._errors import calling, plural
@@ -288,7 +288,7 @@ class _MeshShape(NamedTuple):
 
 @calling("plan")
 def place(
-    workload: Workload, layout: Layout, opt_state: PyTree, *, min_shard_elements: int = 1024, tiled: bool = False
+    workload: Workload, layout: Layout, opt_state: PyTree, *, min_shard_elements: int | None = None, tiled: bool = False
 ) -> PlacedModel:
     """Return the bytes of parameters and optimizer state on each device, exactly as strategies place them.
 
@@ -296,11 +296,12 @@ def place(
       workload: the model.
       layout: mesh sizes, placement, schedule, micro-batches.
       opt_state: abstract optimizer state.
-      min_shard_elements: smaller leaves stay replicated, as in strategies.
+      min_shard_elements: smaller leaves stay replicated, as in strategies; None is their default.
       tiled: whether arrays are stored in tiles, as on a TPU.
     """
     mesh = cast(Mesh, _MeshShape(layout.sizes))
     placement = PLACEMENTS[layout.placement]
+    min_shard_elements = min_shard_elements or default_min_shard_elements("tpu" if tiled else "")
     tables = workload.tables if placement.params and layout.shards.size > 1 and layout.pipeline == 1 else ()
     options = PlanOptions(
         rules=workload.rules if layout.tensor > 1 else (),
@@ -328,16 +329,14 @@ def place(
         layout=layout,
         elements=_elements(plans, mesh, workload, tables),
         params=device_bytes(workload.params, [plan.spec(sharded=placement.params) for plan in plans]),
-        opt_state=device_bytes(
-            opt_state, jax.tree.leaves(state_spec_tree, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
-        ),
+        opt_state=device_bytes(opt_state, jax.tree.leaves(state_spec_tree)),
         itemsize=jnp.dtype(plans[0].dtype).itemsize,
         shards=placement,
     )
 
 
 def state_layout_bytes(
-    workload: Workload, layout: Layout, tx: optax.GradientTransformation, *, min_shard_elements: int = 1024
+    workload: Workload, layout: Layout, tx: optax.GradientTransformation, *, min_shard_elements: int
 ) -> LayoutBytes | None:
     """Return the bytes that optimizer work on matrices sends with each `opt_state_layout`; None without such work."""
     placeholder = lambda *args: args[-1]  # noqa: E731

@@ -218,7 +218,7 @@ class Reader:
 
     def _kernel(self, line: Instruction, inputs: list[str]) -> Compute:
         """Return the computation of a Pallas kernel by its final schedule, by its flops at the chip's peak, or by bytes."""
-        call = kernel_call(line, inputs)
+        call = kernel_call(line, inputs, self.chip.name)
         flops_seconds = kernel_flops(line, inputs) / self.chip.flops
         if call and self.kernels == "scheduled":
             # a kernel whose work cannot be divided among the cores of a device leaves all but one idle

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from shardopt.config._config import PLACEMENTS
+from shardopt.config._config import PLACEMENTS, default_min_shard_elements
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, format_error, plural
 from shardopt.core._tables import aligned
@@ -20,13 +20,7 @@ from shardopt.pipeline._kinds import KINDS, ScheduleKind
 from shardopt.planning._costs import Footprint, StepTime, Transfer, by_axis, footprint, seconds, step_time, traffic
 from shardopt.planning._failures import Failures
 from shardopt.planning._hardware import HARDWARE, Hardware, find_hardware
-from shardopt.planning._layout import (
-    Layout,
-    PlacedModel,
-    abstract_opt_state,
-    place,
-    state_layout_bytes,
-)
+from shardopt.planning._layout import Layout, PlacedModel, abstract_opt_state, place, state_layout_bytes
 from shardopt.planning._models import Transformer, find_model
 from shardopt.planning._recovery import Recovery, check_islands, duration, plan_recovery
 from shardopt.planning._searched import with_search_arguments
@@ -283,7 +277,9 @@ def plan(
     if not fitting:
         raise ValueError(_nothing_fits(plans))
     if tx is not None:
-        plans = plans._replace(state_layouts=state_layout_bytes(workload, plans.best.layout, tx))
+        elements = default_min_shard_elements("tpu" if device.torus_dims else "")
+        layouts = state_layout_bytes(workload, plans.best.layout, tx, min_shard_elements=elements)
+        plans = plans._replace(state_layouts=layouts)
     if failures is None:
         return plans
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, format_error, plural
 from shardopt.core._extras import is_installed, require
-from shardopt.planning._hardware import HARDWARE, Devices, Hardware
+from shardopt.core._types import Devices
+from shardopt.planning._hardware import HARDWARE, Hardware
 
 
 def parse_topology(topology: str) -> tuple[Hardware, tuple[int, ...]]:

@@ -17,13 +17,13 @@ from shardopt.trace._parts import (
     Arrays,
     Atom,
     Trace,
+    abstract_value,
     bytes_of,
     inlined,
     inputs_of,
     min_cut,
     part_of,
     reached_from,
-    shape_of,
     slice_of,
     trace_of,
 )
@@ -155,8 +155,8 @@ def _cut(closed: jex.ClosedJaxpr, num_arguments: int, num_x: int, num_trained: i
         backward=lambda arguments, residuals, dy: _split(backward(*arguments, *residuals, *dy), len(dy)),
         weight=lambda arguments, residuals, deferred: weight(*arguments, *residuals, *deferred),
         both=lambda arguments, residuals, dy: _split(both(*arguments, *residuals, *dy), len(dy)),
-        residuals=tuple(map(shape_of, residuals)),
-        deferred=tuple(map(shape_of, deferred)),
+        residuals=tuple(map(abstract_value, residuals)),
+        deferred=tuple(map(abstract_value, deferred)),
         weight_residuals=tuple(residuals.index(var) for var in residuals_of_weight),
     )
 
@@ -180,7 +180,7 @@ def _separate_checkpoints(trace: Trace, dx: Sequence[Atom]) -> jex.ClosedJaxpr:
 def _split_checkpoint(eqn: jex.JaxprEqn, groups: Sequence[Sequence[jex.Var]]) -> list[jex.JaxprEqn]:
     """Return one checkpoint for each group of results; return it unchanged if groups share an expensive equation."""
     body = eqn.params["jaxpr"]
-    flat = jax.make_jaxpr(lambda *args: inlined(body, (), args))(*(shape_of(var) for var in body.invars))
+    flat = jax.make_jaxpr(lambda *args: inlined(body, (), args))(*(abstract_value(var) for var in body.invars))
     trace = trace_of(flat)
     inner = dict(zip(eqn.outvars, flat.jaxpr.outvars, strict=True))
     outer = dict(zip(flat.jaxpr.invars, eqn.invars, strict=True))

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import jax.extend.core as jex
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardopt.trace._jaxprs import CHECKPOINTS
-from shardopt.trace._parts import shape_of
+from shardopt.trace._jaxprs import CHECKPOINTS, shape_of
 
 
 def without_transposes(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
@@ -41,7 +40,7 @@ def _swapped(product: jex.JaxprEqn, permutation: Sequence[int]) -> jex.JaxprEqn 
     a, b = product.invars
     params = dict(product.params)
     (contracting_a, contracting_b), (batch_a, batch_b) = params["dimension_numbers"]
-    batch, end_of_a_dims = len(batch_a), len(shape_of(a).shape) - len(contracting_a)
+    batch, end_of_a_dims = len(batch_a), len(shape_of(a)) - len(contracting_a)
     dims = range(len(permutation))
     if [*permutation] != [*dims[:batch], *dims[end_of_a_dims:], *dims[batch:end_of_a_dims]]:
         return None

@@ -1,14 +1,11 @@
 """The devices of a command: accelerators, or simulated CPU devices that several processes share."""
 
-from collections.abc import Sequence
-
 import jax
 
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import error_text
+from shardopt.core._types import Devices
 from shardopt.runtime._processes import initialize, num_processes
-
-Devices = Sequence[jax.Device]
 
 
 def start_devices(count: int) -> Devices:

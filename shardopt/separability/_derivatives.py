@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from shardopt.separability._elementwise import is_zero, resolve_numbers, unknown_results
 from shardopt.separability._proof import DifferentTracesError, Proof
 from shardopt.separability._relations import Known, Relation, Same, Shapes, Site, Split, Total, Unknown, differing_dims
+from shardopt.trace._parts import abstract_value
 
 SCALE = 0.7390851332151607
 """An arbitrary positive factor s between the derivative of the whole batch's loss and the derivative of a piece's loss.
@@ -36,16 +37,14 @@ def follow_jvp(proof: Proof, site: Site, relations: list[Relation], results: lis
 
     def trace(eqn: JaxprEqn) -> ClosedJaxpr:
         def run(operands: list[jax.Array], tangents: list[jax.Array]) -> tuple[list[Any], list[Any]]:
-            all_tangents = [
-                jnp.zeros_like(operand) if i in floating else _no_tangent(operand) for i, operand in enumerate(operands)
-            ]
+            all_tangents = [jnp.zeros(jnp.shape(operand), jax.dtypes.float0) for operand in operands]
             for i, tangent in zip(floating, tangents, strict=True):
                 all_tangents[i] = tangent
             primals_out, tangents_out = jax.jvp(_bound(eqn), operands, all_tangents)
             return primals_out, [tangents_out[i] for i in _floating(eqn.outvars)]
 
         return jax.make_jaxpr(run)(
-            [_abstract_value(var) for var in eqn.invars], [_abstract_value(eqn.invars[i]) for i in floating]
+            [abstract_value(var) for var in eqn.invars], [abstract_value(eqn.invars[i]) for i in floating]
         )
 
     operands = resolve_numbers(site, relations)
@@ -89,7 +88,7 @@ def follow_vjp(proof: Proof, site: Site, relations: list[Relation], results: lis
             return all_results, pull_back(cotangents)[0]
 
         return jax.make_jaxpr(run)(
-            [_abstract_value(var) for var in eqn.invars], [_abstract_value(eqn.outvars[i]) for i in floating_results]
+            [abstract_value(var) for var in eqn.invars], [abstract_value(eqn.outvars[i]) for i in floating_results]
         )
 
     shapes = [site.operand_shapes(i) for i in differentiated], [site.result_shapes(i) for i in floating_results]
@@ -184,14 +183,6 @@ def _bound(eqn: JaxprEqn) -> Callable[..., Any]:
             return eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
 
     return call
-
-
-def _no_tangent(operand: Any) -> Any:
-    return jnp.zeros(jnp.shape(operand), jax.dtypes.float0)
-
-
-def _abstract_value(var: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
 
 
 def _floating(variables: Sequence[Any]) -> list[int]:

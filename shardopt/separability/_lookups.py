@@ -174,13 +174,8 @@ def _row_dim(site: Site, column: Relation) -> int | None:
     ):
         # a piece of one row has only the row number 0
         row_dims = [dim for dim in differing_dims(shapes) if column.whole_values.shape[dim] == shapes[0][dim]]
-        if (
-            len(row_dims) == 1
-            and shapes[1][row_dims[0]] == 1
-            and column.piece_values.size == 1
-            and column.whole_values.size == shapes[0][row_dims[0]]
-        ):
-            return row_dims[0]
+        if len(row_dims) == 1 and shapes[1][row_dims[0]] == column.piece_values.size == 1:
+            return row_dims[0] if column.whole_values.size == shapes[0][row_dims[0]] else None
         return None
     return dims[0] if differing_dims(shapes) == (dims[0],) else None
 
@@ -335,9 +330,7 @@ def dynamic_update_slice(site: Site, relations: Sequence[Relation]) -> list[Rela
         return [site.unknown("mixes")]
     for sizes in zip(*site.operand_shapes(0), *site.operand_shapes(1), strict=True):
         whole_size, piece_size, whole_update_size, piece_update_size = sizes
-        if (whole_size != piece_size or whole_update_size != piece_update_size) and (whole_size, piece_size) != (
-            whole_update_size,
-            piece_update_size,
-        ):
+        has_rows = whole_size != piece_size or whole_update_size != piece_update_size
+        if has_rows and (whole_size, piece_size) != (whole_update_size, piece_update_size):
             return [site.unknown("mixes")]
     return [unify(site, [operand, updates], [is_zero(relations[0]), is_zero(relations[1])])]

@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
 from shardopt.separability._elementwise import first_unknown, is_zero, resolve_numbers, unify, unknown_results
-from shardopt.separability._proof import Proof, open_jaxpr
+from shardopt.separability._proof import Proof
 from shardopt.separability._relations import (
     Columns,
     Known,
@@ -24,6 +24,7 @@ from shardopt.separability._relations import (
     Unknown,
     is_exactly_same,
 )
+from shardopt.trace._jaxprs import open_jaxpr
 from shardopt.trace._parts import reached_from
 from shardopt.trace._walk import scan_parts, while_parts
 

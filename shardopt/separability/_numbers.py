@@ -90,11 +90,8 @@ def fold_constants(site: Site, relations: Sequence[Relation]) -> Known | None:
         return None
     known = [relation for relation in relations if isinstance(relation, Known)]
     arrays = []
-    max_size = (
-        MAX_SIZE
-        if len(set(site.result_shapes())) > 1 or any(not numbers.same_numbers for numbers in known)
-        else MAX_EQUAL_SIZE
-    )
+    are_equal = len(set(site.result_shapes())) == 1 and all(numbers.same_numbers for numbers in known)
+    max_size = MAX_EQUAL_SIZE if are_equal else MAX_SIZE
     with np.errstate(all="ignore"):
         for eqn, shape, args in (
             (site.whole_eqn, site.result_shapes()[0], [numbers.whole_values for numbers in known]),

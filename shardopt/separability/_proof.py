@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
 from shardopt.separability._relations import Relation, Site
 
@@ -53,8 +53,3 @@ class Proof:
         """
         inner = dataclasses.replace(self, callers=(*self.callers, site.whole_eqn))
         return self.relate_jaxprs(inner, whole_jaxpr, piece_jaxpr, relations)
-
-
-def open_jaxpr(jaxpr: ClosedJaxpr | Jaxpr) -> Jaxpr:
-    """Return a jaxpr without its constants."""
-    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr

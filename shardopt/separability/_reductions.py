@@ -171,12 +171,10 @@ def batched(site: Site, relations: Sequence[Relation]) -> list[Relation]:
 
 def fft(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     """Transform the last dims, which must not be dims of rows. A Fourier transform is linear."""
-    relation, num_transformed_dims = relations[0], len(site.params["fft_lengths"])
-    if any(
-        dim >= len(site.operand_shapes()[0]) - num_transformed_dims for dim in differing_dims(site.operand_shapes())
-    ):
-        return [site.unknown("mixes")]
-    return [relation]
+    shapes = site.operand_shapes()
+    first_transformed = len(shapes[0]) - len(site.params["fft_lengths"])
+    mixes = any(dim >= first_transformed for dim in differing_dims(shapes))
+    return [site.unknown("mixes") if mixes else relations[0]]
 
 
 def dot_general(site: Site, relations: Sequence[Relation]) -> list[Relation]:

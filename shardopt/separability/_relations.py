@@ -25,6 +25,8 @@ from typing import Any, NamedTuple, TypeGuard, TypeVar
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from shardopt.trace._jaxprs import shape_of
+
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, Shape]
 """The shapes of a value in the whole trace and in the piece trace."""
@@ -198,19 +200,11 @@ REASONS = {
 
 
 def _equal(a: np.ndarray, b: np.ndarray) -> bool:
-    return (
-        bool(np.array_equal(*np.broadcast_arrays(a, b), equal_nan=a.dtype.kind in "fc"))
-        if _broadcastable(a, b)
-        else False
-    )
-
-
-def _broadcastable(a: np.ndarray, b: np.ndarray) -> bool:
     try:
-        np.broadcast_shapes(a.shape, b.shape)
-    except ValueError:
+        both = np.broadcast_arrays(a, b)
+    except ValueError:  # their shapes do not fit
         return False
-    return True
+    return bool(np.array_equal(*both, equal_nan=a.dtype.kind in "fc"))
 
 
 def is_exactly_same(relation: Relation) -> bool:
@@ -292,11 +286,6 @@ class Site:
     def both_params(self, name: str) -> tuple[Any, Any]:
         """Return a parameter of the equation in the whole trace and in the piece trace."""
         return self.whole_eqn.params[name], self.piece_eqn.params[name]
-
-
-def shape_of(var: Any) -> Shape:
-    """Return the shape of a variable; () for a token."""
-    return tuple(getattr(var.aval, "shape", ()))
 
 
 class OperandSite(Site):

@@ -12,7 +12,7 @@ from shardopt.separability import _derivatives as derivatives
 from shardopt.separability import _loops as loops
 from shardopt.separability._elementwise import first_unknown, resolve_numbers, unify, unknown_results
 from shardopt.separability._numbers import as_numbers
-from shardopt.separability._proof import DifferentTracesError, Proof, open_jaxpr
+from shardopt.separability._proof import DifferentTracesError, Proof
 from shardopt.separability._relations import (
     Extreme,
     Known,
@@ -27,7 +27,7 @@ from shardopt.separability._relations import (
 )
 from shardopt.separability._single_rows import batched_product
 from shardopt.separability._table import apply_rule, equal_params
-from shardopt.trace._jaxprs import CHECKPOINTS, COLLECTIVES, SUMS
+from shardopt.trace._jaxprs import CHECKPOINTS, COLLECTIVES, SUMS, constants_of, open_jaxpr, shape_of
 from shardopt.trace._marks import ATTENTION, POSITIONS, has_mark
 
 CALLS = frozenset(["pjit", "jit", "closed_call", "core_call", "remat", "named_call", "custom_lin", *CHECKPOINTS])
@@ -48,17 +48,17 @@ def relate_jaxprs(proof: Proof, whole_jaxpr: Any, piece_jaxpr: Any, relations: S
     """
     jaxprs = open_jaxpr(whole_jaxpr), open_jaxpr(piece_jaxpr)
     relation_of: dict[Any, Relation] = dict(zip(jaxprs[0].invars, relations, strict=True))
-    consts = _constants(whole_jaxpr), _constants(piece_jaxpr)
+    consts = constants_of(whole_jaxpr), constants_of(piece_jaxpr)
     if len(consts[0]) != len(consts[1]):
         raise DifferentTracesError(None)
     for var, *values in zip(jaxprs[0].constvars, *consts, strict=True):
-        relation_of[var] = _relation_of_constants(*values)
+        relation_of[var] = _relation_ofconstants_of(*values)
 
     def read(whole_atom: Any, piece_atom: Any) -> Relation:
         if isinstance(whole_atom, Literal) != isinstance(piece_atom, Literal):
             raise DifferentTracesError(None)
         if isinstance(whole_atom, Literal):
-            return _relation_of_constants(whole_atom.val, piece_atom.val)
+            return _relation_ofconstants_of(whole_atom.val, piece_atom.val)
         return relation_of[whole_atom] if piece_var_of[whole_atom] is piece_atom else Unknown("traces")
 
     piece_var_of: dict[Any, Any] = dict(zip((*jaxprs[0].invars, *jaxprs[0].constvars), (*jaxprs[1].invars, *jaxprs[1].constvars), strict=True))  # fmt: skip
@@ -93,24 +93,17 @@ def _matching_equations(
         raise DifferentTracesError(piece_eqns[position])
 
 
-def _constants(jaxpr: Any) -> Sequence[Any]:
-    return jaxpr.consts if hasattr(jaxpr, "consts") else ()
-
-
 def _same_kind(whole_eqn: JaxprEqn, piece_eqn: JaxprEqn) -> bool:
     """Return whether two equations have one primitive, and operands and results of the same dtypes and ranks."""
 
     def kind(eqn: JaxprEqn) -> tuple[Any, ...]:
-        types = [
-            (getattr(var.aval, "dtype", None), len(getattr(var.aval, "shape", ())))
-            for var in (*eqn.invars, *eqn.outvars)
-        ]
+        types = [(getattr(var.aval, "dtype", None), len(shape_of(var))) for var in (*eqn.invars, *eqn.outvars)]
         return eqn.primitive.name, len(eqn.invars), len(eqn.outvars), types
 
     return kind(whole_eqn) == kind(piece_eqn)
 
 
-def _relation_of_constants(whole_value: Any, piece_value: Any) -> Relation:
+def _relation_ofconstants_of(whole_value: Any, piece_value: Any) -> Relation:
     """Return the relation of a literal or constant of both traces: `Same` for one array in both, else its numbers."""
     shapes = np.shape(whole_value), np.shape(piece_value)
     if whole_value is piece_value and shapes[0] != ():

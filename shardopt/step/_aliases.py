@@ -54,11 +54,8 @@ class DonatedState:
             new_leaves = [leaf for ref, leaf in zip(self._returned, leaves, strict=True) if ref() is not leaf]
         other_arrays = [leaf for leaf in other_leaves if isinstance(leaf, jax.Array)]
         sizes = {leaf.nbytes for leaf in [*new_leaves, *other_arrays]}
-        taken_addresses = (
-            {address for leaf in other_arrays for address in _addresses(leaf)}
-            if sizes.intersection(self._sizes)
-            else set()
-        )
+        holders = other_arrays if sizes.intersection(self._sizes) else []
+        taken_addresses = {address for leaf in holders for address in _addresses(leaf)}
         shared_indices: list[int] = []
         for i, size in enumerate(self._sizes):
             if size in sizes:

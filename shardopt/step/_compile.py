@@ -65,7 +65,7 @@ class AotCompiled:
             args = (self.donated.distinct(args[0], state_leaves, leaves), *args[1:])
         if jax.debug_nans.value or jax.debug_infs.value:  # jit can locate the NaN, a compiled program cannot
             with jax.set_mesh(None):
-                return self.jitted(*jax.tree.map(_put_on_auto_axes, args))
+                return self.jitted(*jax.tree.map(put_on_auto_axes, args))
         result = self._compiled[signature](*args)
         if self.donated is not None:
             self.donated.remember(result[0])
@@ -94,7 +94,8 @@ def _abstract_on_auto_axes(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_auto_axes(getattr(leaf, "sharding", None)))
 
 
-def _put_on_auto_axes(leaf: Any) -> Any:
+def put_on_auto_axes(leaf: Any) -> Any:
+    """Return an array on the Auto mesh of its sharding; anything else as it is."""
     sharding = getattr(leaf, "sharding", None)
     return leaf if on_auto_axes(sharding) is sharding else jax.device_put(leaf, on_auto_axes(sharding))
 

@@ -16,13 +16,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
-from shardopt.config._user_mesh import on_auto_axes
 from shardopt.core._checksum import checksum, joined
 from shardopt.core._errors import format_error
 from shardopt.core._types import PyTree, TrainState
 from shardopt.losses._metrics import values
 from shardopt.mesh import spec_axes
-from shardopt.step._compile import AotCompiled, make_program
+from shardopt.step._compile import AotCompiled, make_program, put_on_auto_axes
 from shardopt.step._gradients import grad_specs
 from shardopt.step._optimizer import Metrics
 from shardopt.step._step import make_step
@@ -100,7 +99,7 @@ class VerifiedStep(NamedTuple):
     def columns(self) -> tuple[Column, ...]:
         """The columns of the sums."""
         config, layout = self.config, self.layout
-        state = _copies(config, _flat_specs(layout.specs))
+        state = _copies(config, jax.tree.leaves(layout.specs))
         grads = _copies(config, grad_specs(config, layout))
         axes = tuple(axis for axis, size in config.mesh.shape.items() if size > 1)
         exchanging = tuple(axis for axis in axes if axis not in ("replica", "data"))
@@ -118,7 +117,7 @@ class VerifiedStep(NamedTuple):
 
 def state_sums(verified: VerifiedStep, state: TrainState) -> np.ndarray:
     """Return the sums of a state, uint64[positions, columns], as the columns of `STATE`."""
-    config, specs = verified.config, _flat_specs(verified.layout.specs)
+    config, specs = verified.config, jax.tree.leaves(verified.layout.specs)
     if None not in verified.programs:
 
         def run(state: TrainState, _: None) -> jax.Array:
@@ -153,7 +152,7 @@ def compile_with_sums(config: StrategyConfig, layout: Layout) -> AotCompiled:
     """Return the program `(state, batch) -> (state, metrics, sums)`; sums are uint32[positions, columns, 2]."""
     config = config._replace(sums=True)
     take_step = make_step(config, layout)
-    state_specs = _flat_specs(layout.specs)
+    state_specs = jax.tree.leaves(layout.specs)
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree, jax.Array]:
         before = sums_of(config, jax.tree.leaves(state), state_specs)
@@ -208,7 +207,7 @@ def sums_of(config: StrategyConfig, leaves: Sequence[jax.Array], specs: Sequence
 
 def _start(entry: str | tuple[str, ...] | None, size: int) -> jax.Array | int:
     """Return where the shard of this device starts in a dim."""
-    axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+    axes = tuple(spec_axes((entry,)))
     return jax.lax.axis_index(axes) * size if axes else 0
 
 
@@ -228,10 +227,6 @@ def _updated_specs(config: StrategyConfig, layout: Layout) -> list[PartitionSpec
     return [plan.spec(sharded=placement.opt_state if plan.trainable else placement.params) for plan in layout.plans]
 
 
-def _flat_specs(specs: PyTree) -> list[PartitionSpec]:
-    return jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-
-
 def moved(config: StrategyConfig, tree: PyTree, shift: int) -> PyTree:
     """Return a tree of arrays on the user's mesh as the same arrays on the rolled mesh: each shard moves to one device."""
     leaves, treedef = jax.tree.flatten(tree)
@@ -239,7 +234,7 @@ def moved(config: StrategyConfig, tree: PyTree, shift: int) -> PyTree:
     target = _rolled_mesh(config.home.mesh, shift)
     specs = tuple(_spec(leaves[i]) for i in arrays)
     with jax.set_mesh(None):
-        sent = move_program(config.home.auto, specs, shift)(*[_on_auto_axes(leaves[i]) for i in arrays])
+        sent = move_program(config.home.auto, specs, shift)(*[put_on_auto_axes(leaves[i]) for i in arrays])
     for i, leaf in zip(arrays, sent, strict=True):
         sharding = NamedSharding(target, _spec(leaves[i]))
         shards = [shard.data for shard in leaf.addressable_shards]
@@ -264,8 +259,3 @@ def _spec(leaf: jax.Array) -> PartitionSpec:
         return leaf.sharding.spec
     problem = f"a leaf of the batch lives as {leaf.sharding}, which names no axes of the mesh."
     raise ValueError(format_error("fit", problem, fix="pass numpy arrays, or arrays with a NamedSharding."))
-
-
-def _on_auto_axes(leaf: jax.Array) -> jax.Array:
-    sharding = on_auto_axes(leaf.sharding)
-    return leaf if sharding is leaf.sharding else jax.device_put(leaf, sharding)

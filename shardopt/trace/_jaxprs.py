@@ -1,6 +1,7 @@
 """Walks over the equations of a jaxpr."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
@@ -33,12 +34,27 @@ def nested_equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
 
 def called_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     """Return the jaxprs that an equation calls: the body of a function or loop, the branches of a `cond`."""
-    return [jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr for jaxpr in jaxpr_params(eqn)]
+    return [open_jaxpr(jaxpr) for jaxpr in jaxpr_params(eqn)]
 
 
 def jaxpr_params(eqn: JaxprEqn) -> list[ClosedJaxpr | Jaxpr]:
     """Return the jaxprs that an equation calls, closed over their constants where the equation has them so."""
-    return [leaf for leaf in jax.tree.leaves(eqn.params) if hasattr(getattr(leaf, "jaxpr", leaf), "eqns")]
+    return [leaf for leaf in jax.tree.leaves(eqn.params) if hasattr(leaf, "eqns")]
+
+
+def open_jaxpr(jaxpr: ClosedJaxpr | Jaxpr) -> Jaxpr:
+    """Return a jaxpr without its constants."""
+    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+
+
+def constants_of(jaxpr: ClosedJaxpr | Jaxpr) -> Sequence[Any]:
+    """Return the constants that a jaxpr is closed over."""
+    return jaxpr.consts if isinstance(jaxpr, ClosedJaxpr) else ()
+
+
+def shape_of(var: Var | Literal) -> tuple[int, ...]:
+    """Return the shape of a value; () for a token."""
+    return tuple(getattr(var.aval, "shape", ()))
 
 
 def cost_of(eqn: JaxprEqn, cost: Callable[[JaxprEqn], float | None]) -> float:
@@ -70,12 +86,8 @@ def scan_carry(eqn: JaxprEqn, body: Jaxpr) -> tuple[int, int]:
     shapes: a scanned argument or a stacked result has one dim more outside of the body.
     """
     num_scanned, num_stacked = [
-        sum(_ndim(outer) != _ndim(inner) for outer, inner in zip(*outer_and_inner, strict=True))
+        sum(len(shape_of(outer)) != len(shape_of(inner)) for outer, inner in zip(*outer_and_inner, strict=True))
         for outer_and_inner in ((eqn.invars, body.invars), (eqn.outvars, body.outvars))
     ]
     num_carry = len(eqn.outvars) - num_stacked
     return num_carry, len(eqn.invars) - num_scanned - num_carry
-
-
-def _ndim(var: Var | Literal) -> int:
-    return len(getattr(var.aval, "shape", ()))

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 
 import jax.extend.core as jex
 
-from shardopt.trace._jaxprs import nested_equations
+from shardopt.trace._jaxprs import nested_equations, shape_of
 from shardopt.trace._marks import LOSS, has_mark
-from shardopt.trace._parts import Trace, inputs_of, shape_of
+from shardopt.trace._parts import Trace, inputs_of
 from shardopt.trace._primitives import DECOMPOSITIONS
 
 MIN_ELEMENTS = 64
@@ -36,7 +36,7 @@ class Groups:
 
     def select_large(self, variables: Iterable[jex.Var]) -> list[jex.Var]:
         """Return the variables that have enough elements to be sharded."""
-        return [var for var in variables if math.prod(shape_of(var).shape) >= self.min_elements]
+        return [var for var in variables if math.prod(shape_of(var)) >= self.min_elements]
 
     def group_number(self, var: jex.Var) -> int:
         """Return the number of the group of a large variable."""
@@ -58,7 +58,7 @@ def is_heavy(eqn: jex.JaxprEqn, min_elements: int) -> bool:
 
     def is_matrix_work(inner: jex.JaxprEqn) -> bool:
         if inner.primitive.name in _PRODUCTS:
-            return math.prod(shape_of(inner.outvars[0]).shape) >= min_elements
+            return math.prod(shape_of(inner.outvars[0])) >= min_elements
         return inner.primitive.name in DECOMPOSITIONS
 
     return any(map(is_matrix_work, nested_equations(eqn)))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from shardopt.trace._jaxprs import CHECKPOINTS, jaxpr_params
+from shardopt.trace._jaxprs import CHECKPOINTS, constants_of, jaxpr_params, open_jaxpr
 from shardopt.trace._parts import Trace, inputs_of, part_of
 from shardopt.trace._walk import scan_parts, while_parts
 
@@ -133,7 +133,7 @@ class _Evaluation:
         self, jaxpr: ClosedJaxpr | Jaxpr, operands: Sequence[Value], results: Iterator[list[jax.Array]], turns: Turns
     ) -> list[Value]:
         """Return the results of a function, from the arrays that its equations gave, in their order."""
-        opened, consts = _opened(jaxpr)
+        opened, consts = open_jaxpr(jaxpr), constants_of(jaxpr)
         known = dict(zip(opened.constvars, map(_constant, consts), strict=True))
         known |= dict(zip(opened.invars, operands, strict=True))
         read = lambda atom: _constant(atom.val) if isinstance(atom, Literal) else known[atom]  # noqa: E731
@@ -213,7 +213,7 @@ class _Evaluation:
 
 def _results(jaxpr: ClosedJaxpr | Jaxpr, operands: Sequence[jax.Array]) -> tuple[list[Any], list[list[jax.Array]]]:
     """Return the results of a function, and of all its equations: an equation that calls a function gives those inside."""
-    opened, consts = _opened(jaxpr)
+    opened, consts = open_jaxpr(jaxpr), constants_of(jaxpr)
     known: dict[Any, Any] = dict(zip(opened.constvars, consts, strict=True))
     known |= dict(zip(opened.invars, operands, strict=True))
     read = lambda atom: atom.val if isinstance(atom, Literal) else known[atom]  # noqa: E731
@@ -228,10 +228,6 @@ def _results(jaxpr: ClosedJaxpr | Jaxpr, operands: Sequence[jax.Array]) -> tuple
             all_results.append(list(arrays))
         known |= dict(zip(eqn.outvars, arrays, strict=True))
     return list(map(read, opened.outvars)), all_results
-
-
-def _opened(jaxpr: ClosedJaxpr | Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
-    return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else (jaxpr, ())
 
 
 def _callee(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr | None:

@@ -9,6 +9,7 @@ import jax.core
 import jax.extend.core as jex
 import numpy as np
 
+from shardopt.trace._jaxprs import shape_of
 from shardopt.trace._marks import has_mark
 
 Arrays = list[jax.Array]
@@ -133,19 +134,19 @@ def sink_side(edges: dict[tuple[int, int], int], size: int, source: int, sink: i
 
 def bytes_of(var: Atom) -> int:
     """Return the number of bytes of a value."""
-    shape = shape_of(var)
+    shape = abstract_value(var)
     return math.prod(shape.shape) * shape.dtype.itemsize
 
 
 def product_flops(product: jex.JaxprEqn) -> float:
     """Return the multiplications and additions of a `dot_general`."""
     (summed_dims, _), _ = product.params["dimension_numbers"]
-    depth = math.prod(shape_of(product.invars[0]).shape[dim] for dim in summed_dims)
-    return 2.0 * math.prod(shape_of(product.outvars[0]).shape) * depth
+    depth = math.prod(shape_of(product.invars[0])[dim] for dim in summed_dims)
+    return 2.0 * math.prod(shape_of(product.outvars[0])) * depth
 
 
-def shape_of(var: Atom) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of a value."""
+def abstract_value(var: Atom) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of a value, which must be an array."""
     aval = var.aval
     assert isinstance(aval, jax.core.ShapedArray)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)

@@ -6,11 +6,12 @@ their values grow) stand in the analyses that need them.
 """
 
 
-def _names(text: str) -> frozenset[str]:
+def words(text: str) -> frozenset[str]:
+    """Return the words of a text."""
     return frozenset(text.split())
 
 
-ARITHMETIC = _names(
+ARITHMETIC = words(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj convert_element_type cos cosh "
     "div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le le_to lgamma log log1p log2 "
     "logistic lt lt_to max min mul ne neg nextafter not one_minus_square or polynomial population_count pow real "
@@ -19,18 +20,16 @@ ARITHMETIC = _names(
 )
 """Cheap primitives: compilers fuse them into the operation that reads their result."""
 
-SPECIAL = _names(
-    "bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac polygamma regularized_incomplete_beta zeta"
-)
+SPECIAL = words("bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac polygamma regularized_incomplete_beta zeta")
 """Expensive primitives: functions that are computed by a series or a loop."""
 
-IDENTITIES = _names("copy layout_constraint name pvary reshard sharding_constraint stop_gradient")
+IDENTITIES = words("copy layout_constraint name pvary reshard sharding_constraint stop_gradient")
 """Primitives that change no value, only its placement, name or gradient. `device_put` is left out: it has one result per operand."""
 
 ELEMENTWISE = ARITHMETIC | SPECIAL | IDENTITIES | {"bitcast_convert_type"}
 """`bitcast_convert_type` between dtypes of different widths turns one element into several, or several into one."""
 
-DECOMPOSITIONS = _names(
+DECOMPOSITIONS = words(
     "cholesky eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd symmetric_product triangular_solve "
     "tridiagonal tridiagonal_solve"
 )

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from shardopt.trace._jaxprs import called_jaxprs, jaxpr_params, scan_carry
+from shardopt.trace._jaxprs import called_jaxprs, constants_of, jaxpr_params, open_jaxpr, scan_carry
 
 V = TypeVar("V")
 Jaxprs = Sequence[ClosedJaxpr | Jaxpr]
@@ -43,7 +43,7 @@ class Walk(Generic[V]):
 
     def follow(self, jaxprs: Jaxprs, operands: Sequence[V]) -> list[V]:
         """Return the values of the results of a function, from the values of its operands."""
-        opened = [getattr(jaxpr, "jaxpr", jaxpr) for jaxpr in jaxprs]
+        opened = [open_jaxpr(jaxpr) for jaxpr in jaxprs]
         if len({(len(x.invars), len(x.constvars), len(x.eqns), len(x.outvars)) for x in opened}) > 1:
             return [self.different] * len(opened[0].outvars)
         known: dict[tuple[Var | Literal, ...], V] = {}
@@ -57,7 +57,7 @@ class Walk(Generic[V]):
                 return known.get(atoms, self.different)
             return self.literal(literals) if len(literals) == len(atoms) else self.different
 
-        constants = zip(*(getattr(jaxpr, "consts", ()) for jaxpr in jaxprs), strict=True)
+        constants = zip(*(constants_of(jaxpr) for jaxpr in jaxprs), strict=True)
         bind((x.constvars for x in opened), map(self.constant, constants))
         bind((x.invars for x in opened), operands)
         for eqns in zip(*(x.eqns for x in opened), strict=True):

@@ -83,11 +83,7 @@ class Spikes:
 
 
 def spikes_of(
-    opt: ShardedOptimizer,
-    opt_state: PyTree,
-    on_nonfinite: str,
-    on_spike: str | None,
-    checkpoints: Checkpoints | None,
+    opt: ShardedOptimizer, opt_state: PyTree, on_nonfinite: str, on_spike: str | None, checkpoints: Checkpoints | None
 ) -> Spikes | None:
     """Check three arguments of `fit`; return the search for spikes, or None if the run never goes back.
 

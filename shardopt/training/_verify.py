@@ -16,16 +16,7 @@ from shardopt.core._types import PyTree, TrainState
 from shardopt.runtime._processes import use_exit_codes
 from shardopt.step._optimizer import Metrics, ShardedOptimizer
 from shardopt.step._verified import STATE, Evidence, VerifiedStep, state_sums
-from shardopt.training._verdict import (
-    NAMED,
-    NOT_DETERMINISTIC,
-    ONE_OF,
-    UNKNOWN,
-    Verdict,
-    judge,
-    total,
-    written,
-)
+from shardopt.training._verdict import NAMED, NOT_DETERMINISTIC, ONE_OF, UNKNOWN, Verdict, judge, total, written
 
 SAVED = "the state to save"
 """What a checkpoint or snapshot is copied from, next to the phases of `step._verified`."""

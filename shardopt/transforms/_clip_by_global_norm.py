@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from shardopt.core._arguments import check_is_number
 from shardopt.core._errors import calling, format_error, plural
 from shardopt.core._types import PyTree, leaves_with_paths, wide_dtype
+from shardopt.mesh import spec_axes
 from shardopt.reducers._axis import AxisName, axis_names, axis_size, is_bound, tracks_varying, varying
 from shardopt.reducers._reducer import check_leaves, real_dtype
 
@@ -137,35 +138,17 @@ def _axes_of_leaves(updates: PyTree, names: tuple[str, ...], split: bool | PyTre
 
 
 def _split_of_leaves(split: bool | PyTree, updates: PyTree) -> list[PartitionSpec | bool]:
-    def is_entry(node):
-        return isinstance(node, PartitionSpec | bool)
-
     try:
-        entries = jax.tree.map(
-            lambda entry, subtree: jax.tree.map(lambda _: _Entry(entry), subtree), split, updates, is_leaf=is_entry
-        )
+        return jax.tree.leaves(jax.tree.broadcast(split, updates))
     except ValueError as error:
         problem = "split is neither like the gradients nor a prefix of their tree."
         raise ValueError(format_error(CALLER, problem, fix="give it the specs that shard_map has for them.")) from error
-    return [entry.value for entry in jax.tree.leaves(entries)]
-
-
-class _Entry:
-    """A leaf around a `PartitionSpec`, which JAX would otherwise flatten as a tree."""
-
-    def __init__(self, value: Any):
-        self.value = value
 
 
 def _axes_of(entry: Any, names: tuple[str, ...]) -> tuple[str, ...]:
     if isinstance(entry, bool):
         return names if entry else ()
-    spec_names = [
-        name
-        for dim_axes in entry
-        if dim_axes is not None
-        for name in ((dim_axes,) if isinstance(dim_axes, str) else dim_axes)
-    ]
+    spec_names = spec_axes(entry)
     missing = [name for name in spec_names if name not in names and is_bound(name)]
     if missing:
         problem = f"{entry} splits over {missing[0]!r}, which is not among axis_names={names}."
@@ -186,10 +169,6 @@ def _check_max_norm(max_norm: float | jax.Array) -> None:
 
 
 def _check_split(split: bool | PyTree) -> None:
-    if split is None or isinstance(split, bool | PartitionSpec):
-        return
-    entries = jax.tree.leaves(split, is_leaf=lambda node: isinstance(node, PartitionSpec))
-    wrong = [repr(entry) for entry in entries if not isinstance(entry, bool | PartitionSpec)]
-    if wrong:
+    if wrong := [repr(entry) for entry in jax.tree.leaves(split) if not isinstance(entry, bool | PartitionSpec)]:
         problem = "split must be True, False or a tree of PartitionSpecs."
         raise TypeError(format_error(CALLER, problem, wrong))

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
-from shardopt.trace._jaxprs import SUMS, axes_of
-from shardopt.trace._primitives import ELEMENTWISE, IDENTITIES
+from shardopt.trace._jaxprs import SUMS, axes_of, shape_of
+from shardopt.trace._primitives import ELEMENTWISE, IDENTITIES, words
 
 SAME, ELEMENT, SUM, MAX, MIXED = "same", "element", "sum", "max", "mixed"
 SHAPE = "shape"
@@ -43,10 +43,8 @@ class Label(NamedTuple):
 
     def join(self, other: "Label") -> "Label":
         """Return the label of a value that is one of two values, if both traces choose the same one."""
-        pad_value, nonnegative = (
-            self.pad_value if self.pad_value == other.pad_value else None,
-            self.nonnegative and other.nonnegative,
-        )
+        pad_value = self.pad_value if self.pad_value == other.pad_value else None
+        nonnegative = self.nonnegative and other.nonnegative
         if MIXED in (self.kind, other.kind):
             return Label(MIXED, self.primitives | other.primitives)
         if self.kind == other.kind == SAME or (self.kind == other.kind and self.kind in (SUM, MAX)):
@@ -73,21 +71,17 @@ class LeafSplit(NamedTuple):
     by_rows: bool = False
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
 _ELEMENTWISE = ELEMENTWISE - {"bitcast_convert_type"}
 """Elementwise primitives, except casts of bits: cast to another width, equal elements become elements that differ.
 
 `threefry2x32` on counters draws random numbers, which `check_elementwise` refuses.
 """
 OVER_AXES = SUMS | {"pmax", "pmin"}
-_REDUCTIONS = _names("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin")
+_REDUCTIONS = words("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin")
 _COPIES = IDENTITIES | {"convert_element_type"}
-_KEEPS_SUM = _COPIES | _names("add add_any sub neg reshape squeeze broadcast_in_dim concatenate stack reduce_sum")
-_KEEPS_MAX = _COPIES | _names("max reshape squeeze broadcast_in_dim concatenate stack reduce_max")
-_KEEPS_ZERO = _COPIES | _names(
+_KEEPS_SUM = _COPIES | words("add add_any sub neg reshape squeeze broadcast_in_dim concatenate stack reduce_sum")
+_KEEPS_MAX = _COPIES | words("max reshape squeeze broadcast_in_dim concatenate stack reduce_max")
+_KEEPS_ZERO = _COPIES | words(
     "abs asin atan cbrt ceil conj erf expm1 floor imag integer_pow log1p neg real reduce_precision round sign sin sinh "
     "sqrt square tan tanh"
 )
@@ -242,11 +236,9 @@ def _squeeze(whole_eqn: JaxprEqn, part_eqn: JaxprEqn, labels: list[Label], split
         return None
     if label.leading_dims is None or (label.leading_dims == 0 and not (split.by_rows and 0 in dims)):
         return label
-    return (
-        label._replace(leading_dims=label.leading_dims - len(dims))
-        if all(dim < label.leading_dims for dim in dims)
-        else None
-    )
+    if not all(dim < label.leading_dims for dim in dims):
+        return None
+    return label._replace(leading_dims=label.leading_dims - len(dims))
 
 
 def _reduce(whole_eqn: JaxprEqn, part_eqn: JaxprEqn, labels: list[Label], split: LeafSplit) -> Label | None:
@@ -320,12 +312,10 @@ def _write_slot(whole_eqn: JaxprEqn, part_eqn: JaxprEqn, labels: list[Label], sp
         and new_elements.kind == ELEMENT
         and new_elements.leading_dims in (0, None)
     )
+    if not (in_place and fits and slot.kind == SAME):
+        return None
     pad_value = ring.pad_value if ring.pad_value == new_elements.pad_value else None
-    return (
-        Label(ELEMENT, pad_value=pad_value, leading_dims=num_leading)
-        if in_place and fits and slot.kind == SAME
-        else None
-    )
+    return Label(ELEMENT, pad_value=pad_value, leading_dims=num_leading)
 
 
 _MOVES: dict[str, Callable[[JaxprEqn, JaxprEqn, list[Label], LeafSplit], Label | None]] = {
@@ -382,11 +372,6 @@ def same_params(whole_eqn: JaxprEqn, part_eqn: JaxprEqn) -> bool:
 def bodies_of(params: dict[str, object]) -> list[ClosedJaxpr]:
     """Return the jaxprs among the parameters of a primitive."""
     return [value for value in params.values() if isinstance(value, ClosedJaxpr)]
-
-
-def shape_of(atom: Var | Literal) -> tuple[int, ...]:
-    """Return the shape of an operand or a result."""
-    return tuple(getattr(atom.aval, "shape", ()))
 
 
 def _is_inexact(atom: Var | Literal) -> bool:

@@ -92,9 +92,7 @@ def _refused_labels(
             raise ValueError(error_text(problem, [str(error).split("\n")[0]], FIX)) from error
 
     state_labels = compare(
-        *trace_both(tx.init, [(tree,) for tree in init_trees]),
-        elements[: len(jax.tree.leaves(init_trees[0]))],
-        split,
+        *trace_both(tx.init, [(tree,) for tree in init_trees]), elements[: len(jax.tree.leaves(init_trees[0]))], split
     )
     args = [(grads, state, params) for (grads, params), state in zip(abstract_trees, states, strict=True)]
     traces = trace_both(update, args)

@@ -1,14 +1,15 @@
 """A row of the table of `shardopt verify`, and its result."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-Devices = Sequence[jax.Device]
+from shardopt.core._types import Devices
+
 Status = Literal["passed", "failed", "did not fit", "not on this platform", "out of time"]
 
 

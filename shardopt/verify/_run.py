@@ -1,6 +1,5 @@
 """Run the rows, the most important first, until the time is over; and the report of their results."""
 
-import importlib.metadata
 import os
 import platform
 import time
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from shardopt.core._extras import version_of
 from shardopt.verify._devices import collective_rows, same_bits_rows
 from shardopt.verify._kernels import kernel_rows
 from shardopt.verify._predictions import prediction_rows
@@ -67,8 +67,7 @@ class Report(NamedTuple):
 
 
 def _versions() -> dict[str, str]:
-    installed = {distribution.metadata["Name"] for distribution in importlib.metadata.distributions()}
-    return {name: importlib.metadata.version(name) for name in _PACKAGES if name in installed}
+    return {name: version for name in _PACKAGES if (version := version_of(name)) is not None}
 
 
 def all_rows(devices: Devices) -> list[Row]:

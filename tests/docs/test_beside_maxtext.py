@@ -31,7 +31,16 @@ def test_both_choose_from_one_list(script):
     ours, theirs = (script.choices(who, script.TABLE[0]) for who in script.CONTENDERS)
     assert ours.items() <= theirs.items()
     assert set(theirs) == set(script.Choice._fields)
-    assert script.choices("maxtext", script.Row("v6e:8x8", 2048, 1))["vmem"] == (96, 120)
+    assert script.choices("maxtext", script.Row("v6e:8x8", 2048, 1))["vmem"] == (48, 120)
+
+
+def test_both_begin_with_the_memory_that_compiler_options_allow(script):
+    for topology, mebibytes in (("v5p:4x4x4", 48), ("v5e:16x16", 48), ("v6e:8x8", 96)):
+        for who in script.CONTENDERS:
+            tried = []
+            script.search(who, script.Row(topology, 2048, 1), lambda choice, tried=tried: tried.append(choice) or {})
+            assert tried[0] == script.Choice(fused=who == "shardopt", vmem=mebibytes)
+            assert str(tried[0]).endswith(f", {mebibytes} MiB")
 
 
 def test_the_search_takes_the_fastest_value_of_each_field(script):
@@ -67,7 +76,7 @@ def test_the_claim_is_one_over_the_other(script):
     assert script.compared(programs) == pytest.approx(claim)
     assert script.compared({"shardopt": program(1, 1), "maxtext": {"error": "does not fit"}}) == {}
     line = script.table({"a": programs | claim}).splitlines()[-1]
-    cells = "900 (90), 1200, 6.0 | fused products; best of 2 | 1000 (100), 1500, 5.0 | old: llama3.1, defaults"
+    cells = "900 (90), 1200, 6.0 | fused products, 48 MiB; best of 2 | 1000 (100), 1500, 5.0 | old: llama3.1, defaults"
     assert line == f"| a | {cells} | 0.900 | 0.800 | 1.200 | 0.0.52 | abc1234 |"
 
 

@@ -53,6 +53,36 @@ def test_the_counts_of_a_kernel(script, monkeypatch):
         script.loop_of(SCHEDULE.replace("LB", "  "))
 
 
+# in a loop from 2 to 20: bundles 3 and 4 start copies, and 6 to 13 are skipped if the loop over tiles in it has no steps
+NESTED = """
+   0x2 LB: > { %s3 = smov 0 }
+   0x3   : > { %4 = sbr.rel (!%p1) target = $region8 }
+   0x4   : > { %v5 = vadd.f32 %v5, %v5 }
+   0x5 PF: > { %5 = sbr.rel (%p2) target = $region12 }
+   0x6   : > { %v6 = vadd.f32 %v5, %v5 }
+   0x7   :  {}
+   0x8 LB: >> { %v7 = vadd.f32 %v5, %v5 }
+   0x9   : >> { %v7 = vadd.f32 %v5, %v5 }
+   0xa   : >> { %8 = sbr.rel (!%p3) target = $region16 }
+   0xb   :  {}
+   0xc   : >> { %v7 = vadd.f32 %v5, %v5 }
+   0xe PF: > { %v9 = vadd.f32 %v5, %v5 }
+   0xf   : > { %v9 = vadd.f32 %v5, %v5 }
+  0x14   :  { %13 = sbr.rel (!%p4) target = $region20 }
+  0x15   : > { %v9 = vadd.f32 %v5, %v5 }
+  0x19   :  { %14 = vsyncpa [#allocation3], 1 }
+"""
+
+
+def test_a_loop_over_tiles_in_a_step(script):
+    loop = script.loop_of(NESTED)
+    assert (loop.start, loop.end) == (2, 21)
+    assert [(part.start, part.end) for part in loop.parts] == [(4, 5), (6, 14)]
+    # a step has 19 bundles. A tile has 8 of them, and the other 11 have the first tile of a row.
+    assert script.counts_of(NESTED, "splash_forward", 512) == (8, 0, 3)
+    assert script.counts_of(NESTED, "splash_forward", 512, 2) == (4, 0, 1.5)
+
+
 def test_the_package_has_the_counts_of_the_results():
     record = json.loads((ROOT / "benchmarks" / "results" / "kernel_schedules.json").read_text())
     assert record["versions"]["libtpu"] == "0.0.52"
@@ -78,5 +108,5 @@ def test_the_note_has_the_table_of_the_results(script):
 def test_the_note_has_the_seconds_in_which_kernels_are_generated(script):
     seconds = json.loads((ROOT / "benchmarks" / "results" / "kernel_generation.json").read_text())["results"]
     assert set(seconds) == set(script.TOPOLOGIES)
-    assert all(by_program["shardopt"] < by_program["jax512"] for by_program in seconds.values())
+    assert all(by_program[name] < 20 for by_program in seconds.values() for name in by_program if "shardopt" in name)
     assert script.generation_table(seconds) in (ROOT / "docs" / "notes" / "kernels.md").read_text()

@@ -182,7 +182,7 @@ def gathered(value: Value, dim: int, groups: Groups) -> Value:
         return value.changed(
             shape=shape, dims=_replaced(value.dims, dim, _constant(size * n, devices)), fill=value.fill
         )
-    minor = math.prod(value.shape[dim + 1 :])
+    minor = math.prod(value.shape[dim:])  # joined in their order, pieces are a dim to the left of their elements
     new_major, dims, hidden = _gathered_coordinate(value, groups, devices, minor)
     factors = list(dims[dim])
     if new_major is not None:

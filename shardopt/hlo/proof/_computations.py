@@ -44,7 +44,7 @@ _UNNOTED = (
 _IN_ORDER = (
     *BY_ELEMENT,
     *_UNNOTED,
-    *("reshape", "bitcast", "parameter", "reduce-scatter", "all-reduce", "broadcast", "collective-permute"),
+    *("reshape", "bitcast", "slice", "parameter", "reduce-scatter", "all-reduce", "broadcast", "collective-permute"),
 )
 """These keep the elements of an array in their order."""
 
@@ -194,7 +194,9 @@ class Walk:
         if gemm := read_gemm(line.attributes):
             return self._gemm(line, gemm, operands)
         if target.startswith("lapack_") or target in ("Cholesky", "Qr", "Eigh"):
-            return self._of_matrices(line, operands)
+            return self._of_whole_dims(line, operands, 2)
+        if target == "tpu_custom_call" and '"has_communication":true' not in line.rest.replace(" ", ""):
+            return self._of_whole_dims(line, operands, max(len(operand.shape) for operand in operands))
         raise Unproved(f"no rule covers the custom call {target}.")
 
     def _gemm(self, line: Line, gemm: Gemm, operands: list[Value]) -> Result:
@@ -217,19 +219,22 @@ class Walk:
     def _allocated(self, shape: tuple[int, ...]) -> Value:
         return Value(shape, tuple(same_everywhere(size, self.devices) for size in shape), constant=True, fill=0)
 
-    def _of_matrices(self, line: Line, operands: list[Value]) -> Result:
-        """Decompositions: the last two dims are matrices, and whole; the dims before are a batch."""
+    def _of_whole_dims(self, line: Line, operands: list[Value], count: int) -> Result:
+        """Return a function of the last dims, which are whole; the dims before are a batch.
+
+        Decompositions read two dims. A kernel reads all dims, and its devices may have their own elements of other dims.
+        """
         rank = max(len(operand.shape) for operand in operands)
         batch = next(operand for operand in operands if len(operand.shape) == rank)
         for operand in operands:
-            if not all(_rules.is_whole(dim) for dim in operand.dims[max(len(operand.shape) - 2, 0) :]):
-                raise Unproved("it decomposes matrices of which each device holds a piece.")
+            if not all(_rules.is_whole(dim) for dim in operand.dims[max(len(operand.shape) - count, 0) :]):
+                raise Unproved("it mixes the elements of dims of which each device holds a piece.")
         hidden = merged_hidden(used(operand.hidden, line.order) for operand in operands)
         results = []
         for shape in leaves(line.shape):
             sizes = array_shape(shape)
             dims = tuple(
-                batch.dims[i] if i < rank - 2 and size == batch.shape[i] else whole(size, self.devices)
+                batch.dims[i] if i < rank - count and size == batch.shape[i] else whole(size, self.devices)
                 for i, size in enumerate(sizes)
             )
             results.append(Value(sizes, dims, hidden))

@@ -183,6 +183,8 @@ def _padded(
         if not matching or not is_whole(factors):
             if update.constant or is_constant_along(factors):
                 matching = []
+            elif len(factors) != 1 or factors[0].size != local:
+                raise Unproved("each device writes its own numbers at its own place.")
             else:
                 raise Wrong("devices write their pieces at other places than these pieces have in the array.")
         remaining = tuple(h for h in update.hidden if h not in matching)

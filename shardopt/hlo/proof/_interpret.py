@@ -448,6 +448,10 @@ class Interpreter:
         groups = collectives.groups_of("all-to-all", line.attributes, self.devices)
         return lambda devices, values: collectives.exchange(values, devices.rows(groups))
 
+    def _ragged_all_to_all(self, line: Line) -> Step:
+        groups = collectives.groups_of("ragged-all-to-all", line.attributes, self.devices)
+        return lambda devices, values: collectives.ragged_all_to_all(values, devices.rows(groups))
+
     def _collective_broadcast(self, line: Line) -> Step:
         return self._each(
             "collective-broadcast",

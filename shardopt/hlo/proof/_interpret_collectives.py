@@ -91,6 +91,19 @@ def exchange(values: Sequence[np.ndarray], rows: list[list[int]]) -> tuple[np.nd
     return tuple(results)
 
 
+def ragged_all_to_all(values: Sequence[np.ndarray], rows: list[list[int]]) -> np.ndarray:
+    """Return the outputs with what the members of each group send: as many rows, from and to the places, as each says."""
+    sent, output, starts, sizes, targets, _ = values
+    result = output.copy()
+    for members in rows:
+        each = starts.shape[1] // len(members)  # several pieces for each member
+        for sender in members:
+            for place in range(starts.shape[1]):
+                start, size, target = (int(column[sender, place]) for column in (starts, sizes, targets))
+                result[members[place // each], target : target + size] = sent[sender, start : start + size]
+    return result
+
+
 def permute(value: np.ndarray, attributes: dict[str, str], devices: Devices) -> np.ndarray:
     """Return what each device receives; zeros if it receives nothing."""
     pairs = attributes["source_target_pairs"]

@@ -20,7 +20,7 @@ from shardopt.hlo.proof._opened import opened
 from shardopt.hlo.proof._proof import Proof, Unknown
 from shardopt.hlo.proof._report import describe
 from shardopt.hlo.proof._shardings import sharded
-from shardopt.hlo.proof._text import full_text
+from shardopt.hlo.proof._text import full_text, text_of
 from shardopt.hlo.proof._value import (
     INPUT,
     Fault,
@@ -54,10 +54,11 @@ class Source:
         return f"Source({len(self.text):,} characters)"
 
 
-def source_of(compiled: Compiled, lowered: Lowered | str | None = None) -> Source:
-    """Return the source of a compiled program."""
+def source_of(compiled: Compiled, lowered: Lowered | str | None = None, text: str | None = None) -> Source:
+    """Return the source of a compiled program; `text` is its text, if it is read already."""
     inputs, outputs = (tuple(jax.tree.leaves(s)) for s in (compiled.input_shardings, compiled.output_shardings))
-    return Source(full_text(compiled), inputs, outputs, lowered)
+    text = text or text_of(compiled, lowered if isinstance(lowered, Lowered) else None) or ""
+    return Source(full_text(compiled, text), inputs, outputs, lowered)
 
 
 def prove(
@@ -105,7 +106,8 @@ def prove(
       instructions that no rule covers. "unknown" is neither. `docs/compiled_proof.md` says more.
     """
     program, lowered = (program.compile(), program) if isinstance(program, Lowered) else (program, lowered)
-    source = source_of(program) if isinstance(program, Compiled) else program
+    known = None if isinstance(lowered, Reference) else lowered
+    source = source_of(program, known) if isinstance(program, Compiled) else program
     if isinstance(source, Source):
         inputs, outputs, lowered = inputs or source.inputs, outputs or source.outputs, lowered or source.lowered
     text = source if isinstance(source, str) else source.text

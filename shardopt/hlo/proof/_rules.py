@@ -258,8 +258,15 @@ def _slice(line: Line, values: Sequence[Value], devices: int) -> Value:
         count = len(range(start, stop, *(stride or [1])))
         if count != size:
             dims[dim] = _sliced(value.dims[dim], size, count, start, stride[0] if stride else 1)
-    result, hidden = _elements_to_hidden(dims, value.hidden, devices)
+    kept = tuple(h._replace(minor=_minor_after(h.minor, value.shape, line.dims)) for h in value.hidden)
+    result, hidden = _elements_to_hidden(dims, kept, devices)
     return Value(line.dims, result, hidden, fill=value.fill)
+
+
+def _minor_after(minor: int, shape: tuple[int, ...], sliced: tuple[int, ...]) -> int:
+    """Return how many elements of a sliced array are to the right of a hidden dim."""
+    places = (dim for dim in range(len(shape) + 1) if math.prod(shape[dim:]) == minor)
+    return next((math.prod(sliced[dim:]) for dim in places), -1)
 
 
 def _sliced(dim: Dim, size: int, count: int, start: int, stride: int) -> Dim:

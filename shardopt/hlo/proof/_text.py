@@ -1,16 +1,36 @@
 """The text of a program with all of its constants: the compiled program, and the program that XLA was given."""
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
+import jax
 from jax.stages import Compiled, Lowered
 
 
-def full_text(compiled: Compiled) -> str:
-    """Return the HLO text of a compiled program, with the numbers of every constant.
+def text_of(compiled: Compiled, lowered: Lowered | None) -> str | None:
+    """Return the HLO text of a compiled program; None if the backend has none.
+
+    jaxlib cannot read some instructions of a libtpu that is newer, and then has no text of the program. In this case it
+    is compiled again, and the compiler writes the text.
+    """
+    try:
+        return compiled.as_text()
+    except jax.errors.JaxRuntimeError:
+        if lowered is None:
+            raise
+    with tempfile.TemporaryDirectory() as folder:
+        lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_large_constants": True})
+        (path,) = Path(folder).glob("*after_optimizations.txt")
+        return path.read_text()
+
+
+def full_text(compiled: Compiled, text: str | None = None) -> str:
+    """Return the HLO text of a compiled program, with the numbers of every constant; `text` may leave some out.
 
     `Compiled.as_text` leaves out the numbers of constants that have more than ten, such as the table of a schedule.
     """
-    text = compiled.as_text() or ""
+    text = text or compiled.as_text() or ""
     if "constant({...})" not in text:
         return text
     executable: Any = compiled.runtime_executable()

@@ -34,8 +34,14 @@ def test_of_random_keys_the_first_is_taken():
     assert jnp.array_equal(jax.random.key_data(merge_replicas(KEYS)), jax.random.key_data(KEYS[0]))
 
 
-@pytest.mark.parametrize("how", ["folder", "bytes"])
-@pytest.mark.parametrize("new", [1, 3])
+@pytest.mark.parametrize(
+    ("new", "how"),
+    [
+        (1, "bytes"),
+        (3, "folder"),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in [(1, "folder"), (3, "bytes")]),
+    ],
+)
 def test_restored_replicas_follow_it(new, how, tmp_path, make_opt):
     own = PerReplica({rule: stacked for rule, (stacked, _) in RULE.items()} | {"keys": KEYS})
     state = so.TrainState(jnp.int32(1), {"w": jnp.ones(2)}, own, jnp.zeros(2, jnp.uint32))

@@ -120,7 +120,11 @@ def test_a_run_without_a_right_copy_ends(opt, copy_wrong, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("steps", "source"), [((6,), "step 4 in the memory of the hosts"), ((4, 6), "step 3 in {folder}")]
+    ("steps", "source"),
+    [
+        pytest.param((6,), "step 4 in the memory of the hosts", marks=pytest.mark.slow),
+        ((4, 6), "step 3 in {folder}"),
+    ],
 )
 def test_a_wrong_snapshot_is_left_out_and_the_next_copy_is_used(
     vaults, opt, unbroken, copy_wrong, tmp_path, capsys, steps, source

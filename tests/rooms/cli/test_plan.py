@@ -39,7 +39,7 @@ def test_plan_prints_a_table_and_what_to_type(capsys):
 
 
 def test_what_to_type_is_python(capsys):
-    _, out, _ = run(capsys, "plan", "--model", "llama2-70b", "--chips", "64", "--batch-size", "64")
+    _, out, _ = run(capsys, "plan", "--model", "llama2-70b", "--chips", "32", "--batch-size", "32")
     for line in out.splitlines()[-2:]:
         compile(line.strip(), "plan", "exec")
 

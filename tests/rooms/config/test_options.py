@@ -3,14 +3,16 @@
 import inspect
 import pydoc
 import re
+import types
 from typing import Unpack, get_args, get_type_hints
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import shardopt as so
-from shardopt.config._config import PLACEMENTS, RECORD_OF, PlacementName, StrategyConfig
+from shardopt.config._config import PLACEMENTS, RECORD_OF, PlacementName, StrategyConfig, configure
 from shardopt.config._options import (
     ARGUMENTS,
     OPTIONS,
@@ -25,6 +27,9 @@ from shardopt.strategies._keywords import with_options
 
 GROUPS = {so.ddp: DdpOptions, so.zero: ZeroOptions, so.fsdp: FsdpOptions, so.hybrid: HybridOptions}
 BY_NAME = [pytest.param(strategy, group, id=strategy.__name__) for strategy, group in GROUPS.items()]
+
+OF_PLATFORM = ("min_shard_elements",)
+"""Options whose default depends on the platform: None, until the config has a number."""
 
 MESSAGES = {
     "a misspelt option": (
@@ -64,7 +69,8 @@ def test_an_option_has_a_meaning_a_type_a_default_and_a_field(name):
     field = option.field or name
     record_types = get_type_hints(StrategyConfig)
     record = record_types[RECORD_OF[field]] if field in RECORD_OF else StrategyConfig
-    assert types[name] == get_type_hints(record)[field]
+    expected = get_type_hints(record)[field]
+    assert types[name] == (expected | None if name in OF_PLATFORM else expected)
     taking = [strategy for strategy, group in GROUPS.items() if name in records(group)]
     assert taking
     for strategy in taking:
@@ -106,3 +112,15 @@ def test_unknown_and_missing_keywords_are_refused_by_name(case):
 
 def test_the_command_line_and_hybrid_name_the_same_placements():
     assert list(get_args(PlacementName)) == list(PLACEMENTS)
+
+
+@pytest.mark.parametrize(("platform", "elements"), [("tpu", 2**14), ("gpu", 2**10), ("cpu", 2**10)])
+def test_small_leaves_stay_whole_up_to_a_size_of_the_platform(platform, elements):
+    mesh = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform=platform)]))
+
+    def size(value):
+        options = {"min_shard_elements": value}
+        return configure("fsdp", optax.sgd(0.1), mesh, lambda params, batch: 0.0, PLACEMENTS["fsdp"], options).layout
+
+    assert size(None).min_shard_elements == elements
+    assert size(7).min_shard_elements == 7

@@ -96,6 +96,28 @@ def test_a_text_without_shardings_is_refused_by_both_witnesses():
         prove(text, outputs=["{replicated}"])
 
 
+RAGGED = """HloModule ragged, num_partitions=2
+
+ENTRY main {
+  x = f32[3]{0} parameter(0), sharding={devices=[2]<=[2]}
+  y = f32[4]{0} parameter(1), sharding={devices=[2]<=[2]}
+  starts = s32[2]{0} parameter(2), sharding={devices=[2]<=[2]}
+  sizes = s32[2]{0} parameter(3), sharding={devices=[2]<=[2]}
+  targets = s32[2]{0} parameter(4), sharding={devices=[2]<=[2]}
+  received = s32[2]{0} parameter(5), sharding={devices=[2]<=[2]}
+  ROOT z = f32[4]{0} ragged-all-to-all(x, y, starts, sizes, targets, received), channel_id=1, replica_groups={{0,1}}
+}
+"""
+
+
+def test_ragged_pieces_go_where_their_sender_says():
+    """Device 0 keeps one number and sends two, device 1 sends three."""
+    columns = [[[0, 1], [0, 3]], [[1, 2], [3, 0]], [[0, 1], [1, 3]], [[1, 3], [2, 0]]]
+    inputs = [np.array([[1, 2, 3], [4, 5, 6]], np.float32), np.full((2, 4), 9, np.float32)]
+    (result,) = interpret(RAGGED, [*inputs, *(np.array(column, np.int32) for column in columns)])
+    assert result.tolist() == [[1, 4, 5, 6], [9, 2, 3, 9]]
+
+
 def test_all_turns_of_a_loop_count():
     loop = jax.jit(lambda x: lax.fori_loop(0, 50, lambda _, y: y + x, x))
     text = loop.lower(jnp.ones(1000)).compile().as_text()

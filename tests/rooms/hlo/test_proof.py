@@ -7,6 +7,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding
@@ -16,6 +17,8 @@ from support.table import STRATEGIES
 
 import shardopt as so
 from shardopt.hlo import Problem, Proof, prove
+from shardopt.hlo.proof._interpret import interpret
+from shardopt.hlo.proof._text import text_of
 from shardopt.step import _check_proof
 
 ROWS, COPIES = "{devices=[4,1]<=[4]}", "{replicated}"
@@ -323,6 +326,47 @@ def test_a_slice_before_the_sum_of_a_scatter_is_found():
     assert problem_of(text, ROWS, WRITTEN_SCATTER).groups == ((0, 1, 2, 3),)
 
 
+TOKENS = """ENTRY %main (x: s32[1,6]) -> s32[4,5] {
+  %x = s32[1,6]{1,0} parameter(0), sharding={devices=[4,1]<=[4]}
+  %ids = s32[1,5]{1,0} slice(%x), slice={[0:1], [1:6]}
+  %all = s32[1,20]{1,0} all-gather(%ids), replica_groups={{0,1,2,3}}, use_global_device_ids=true, channel_id=1, dimensions={1}
+  ROOT %r = s32[4,5]{1,0} reshape(%all)
+}
+"""
+
+
+def test_rows_of_one_element_that_are_joined_behind_each_other_are_a_dim():
+    assert proof_of(TOKENS).verdict == "derived"
+    columns = changed(changed(TOKENS, "s32[1,6]{1,0} parameter", "s32[6,1]{1,0} parameter"), "[4,1]<=", "[1,4]<=")
+    columns = changed(changed(columns, "s32[1,5]{1,0} slice", "s32[5,1]{1,0} slice"), "[0:1], [1:6]", "[1:6], [0:1]")
+    columns = changed(changed(columns, "s32[1,20]", "s32[20,1]"), "dimensions={1}", "dimensions={0}")
+    (unknown,) = proof_of(columns).unknown  # the columns are not in the order of the array
+    assert (unknown.instruction, "whether along that dim is unknown" in unknown.reason) == ("all", True)
+
+
+def test_a_kernel_without_communication_is_a_function_of_whole_dims():
+    kernel = 'custom-call(%ids), custom_call_target="tpu_custom_call"'
+    text = changed(TOKENS, "slice(%x), slice={[0:1], [1:6]}", kernel.replace("%ids", "%x"))
+    assert (
+        proof_of(text.replace("s32[1,5]", "s32[1,6]").replace("s32[1,20]", "s32[1,24]").replace("s32[4,5]", "s32[4,6]"))
+        .unknown[0]
+        .instruction
+        == "all"
+    )
+    rows = SHARDS.replace("tanh(%all)", 'custom-call(%all), custom_call_target="tpu_custom_call"')
+    assert proof_of(rows, ROWS).verdict == "derived"
+    for before, after in (
+        ("(%all), custom", '(%all), backend_config={"has_communication":true}, custom'),
+        (
+            "{{0,1,2,3}}, use_global_device_ids=true, channel_id=1, dimensions={0}",
+            "{{0},{1},{2},{3}}, use_global_device_ids=true, channel_id=1, dimensions={0}",
+        ),
+    ):
+        assert proof_of(changed(rows, before, after), ROWS).verdict == "unknown"
+    summed = GRADIENT.replace("multiply(%s, %s)", 'custom-call(%g), custom_call_target="tpu_custom_call"')
+    assert "never taken" in problem_of(summed).missing
+
+
 GATHER = next(line for line in SHARDS.splitlines() if "all-gather" in line)
 CALLED = """%gather (p: f32[2,16]) -> f32[8,16] {
   %p = f32[2,16]{1,0} parameter(0)
@@ -407,6 +451,23 @@ def test_what_no_rule_covers_is_unknown_and_names_the_instruction():
     text = changed(GRADIENT, "tanh(%y)", 'custom-call(%y), custom_call_target="kernel"')
     (unknown,) = proof_of(text).unknown
     assert unknown == ("t", "custom-call", "no rule covers the custom call kernel.")
+
+
+class Unreadable:
+    """A compiled program of which jaxlib cannot read the text, as of some programs of a libtpu that is newer."""
+
+    def as_text(self):
+        raise jax.errors.JaxRuntimeError("INTERNAL: async-update instruction should have 1 operands but sees 3")
+
+
+def test_a_text_that_jaxlib_cannot_read_is_written_by_the_compiler():
+    table = jnp.arange(64.0) ** 3 / 7
+    lowered = jax.jit(lambda x: x * table).lower(jnp.ones(64))
+    text = text_of(Unreadable(), lowered)
+    assert "constant({...})" not in text
+    np.testing.assert_allclose(interpret(text, [np.ones((1, 64), np.float32)])[0][0], table, rtol=1e-5)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="sees 3"):
+        text_of(Unreadable(), None)
 
 
 def test_a_wrong_number_of_shardings_is_refused():

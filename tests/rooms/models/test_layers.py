@@ -24,7 +24,7 @@ def draw(seed, *shape):
 
 @jax.jit
 def rotate(x, positions):
-    return layers.rotate_by(x, positions, np.asarray(Rope().frequencies(x.shape[-1]), np.float32))
+    return layers.rotate_by(x, positions, jnp.asarray(Rope().frequencies(x.shape[-1]), jnp.float32))
 
 
 @pytest.mark.parametrize("shift", [0, 1, 7, 100])
@@ -57,11 +57,11 @@ def test_rotation_on_tpu_swaps_halves_by_a_product_and_is_the_same(dtype, monkey
     x, positions = draw(0, 2, 5, 3, 8).astype(dtype), np.arange(10).reshape(2, 5)
 
     def rotated_and_back():
-        def run(x):  # a function of its own each time, because the kind of device is read while it is traced
+        def run(x, positions):  # a function of its own each time, because the kind of device is read while it is traced
             rotated, back = jax.vjp(lambda x: rotate.__wrapped__(x, positions), x)
             return rotated, back(x)[0]
 
-        return jax.make_jaxpr(run)(x), jax.jit(run)(x)
+        return jax.make_jaxpr(run)(x, positions), jax.jit(run)(x, positions)
 
     plain, expected = rotated_and_back()
     monkeypatch.setattr(layers, "device_kind_or_default", lambda: "TPU v5")

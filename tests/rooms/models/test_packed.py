@@ -90,7 +90,7 @@ def test_packed_rows_give_the_gradient_of_the_documents_one_by_one(name, x64):
     assert float(np.abs(found["embedding"][:COUNTED]).min(axis=1).max()) > 0
 
 
-@pytest.mark.parametrize("order", [None, "zigzag"])
+@pytest.mark.parametrize("order", [pytest.param(None, marks=pytest.mark.slow), "zigzag"])
 def test_rotary_positions_act_by_distances_so_rows_need_none(order, mesh_of, x64):
     batch = packed()
     del batch["positions"]
@@ -219,7 +219,7 @@ def one_a_row(batch, count):
 
 @pytest.mark.parametrize(
     ("name", "order"),
-    tiered([("gpt", "zigzag"), ("gpt", "striped"), ("learned", "zigzag")], lambda row: row[0] == "gpt"),
+    tiered([("gpt", "zigzag"), ("gpt", "striped"), ("learned", "zigzag")], lambda row: row == ("gpt", "striped")),
 )
 def test_the_order_of_positions_changes_no_gradient(name, order, x64):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(1, 4), ("data", "context"))

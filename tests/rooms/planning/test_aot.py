@@ -1,10 +1,12 @@
 """`so.aot`: what it refuses before a compiler is needed, and (slow) what the real TPU compiler says."""
 
+import importlib.metadata
 import importlib.util
 import os
 import re
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -15,6 +17,7 @@ from shardopt.core._extras import is_installed
 from shardopt.hlo import Audit, Memory
 from shardopt.models import _transformer as transformer
 from shardopt.planning import HARDWARE, Layout, Transformer, parse_topology, predict, topology_devices
+from shardopt.planning import _aot as aot_module
 from shardopt.planning._aot import AotReport, _compile
 from shardopt.planning._compiled_time import StepSeconds
 from shardopt.planning._layout import stored_bytes
@@ -141,6 +144,33 @@ def test_other_errors_of_the_compiler_are_its_own():
 
     with pytest.raises(RuntimeError, match=r"^INTERNAL: something else$"):
         _compile(Lowered(), "v6e:4x4", parse_topology("v6e:4x4")[0])
+
+
+def test_a_program_that_jaxlib_cannot_read_back_says_so():
+    class Lowered:
+        def compile(self):
+            raise RuntimeError("INTERNAL: RET_CHECK failure async-update instruction should have 1 operands but sees 2")
+
+    with pytest.raises(
+        RuntimeError, match=r"^aot: jaxlib [\d.]+ cannot read the program for v5p:2x2x1 back: async-update"
+    ):
+        _compile(Lowered(), "v5p:2x2x1", HARDWARE["v5p"])
+
+
+@pytest.mark.parametrize(
+    ("jax_version", "libtpu", "refused"),
+    [((0, 10, 2), "0.0.50.1", True), ((0, 10, 2), "0.0.42", False), ((0, 11, 0), "0.0.52", False)],
+)
+def test_tpu7x_needs_a_jaxlib_that_reads_its_programs(jax_version, libtpu, refused, monkeypatch):
+    monkeypatch.setattr(aot_module, "topology_devices", lambda topology, num_slices: list(jax.devices()[:1]))
+    monkeypatch.setattr(jax, "__version_info__", jax_version)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"libtpu": libtpu}[name])
+    problem = (
+        rf"^aot: jaxlib [\d.]+ cannot read a program of libtpu {libtpu} for tpu7x back: .*\nFix: install jax 0\.11 or"
+    )
+    expected = (RuntimeError, problem) if refused else (TypeError, "make must return a ShardedOptimizer")
+    with pytest.raises(expected[0], match=expected[1]):
+        so.aot(lambda mesh: None, {}, {}, topology="tpu7x:2x2x2")
 
 
 def test_a_report_reads_as_a_few_lines():

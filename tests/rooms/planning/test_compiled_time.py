@@ -16,6 +16,7 @@ import pytest
 import shardopt as so
 from shardopt.hlo import audit
 from shardopt.planning import HARDWARE, Hardware, Operation, step_seconds
+from shardopt.planning._attention_kernels import SCHEDULED
 from shardopt.planning._compiled_time import StepSeconds
 from shardopt.planning._hardware import hardware_of
 from shardopt.planning._plots import plot_timeline
@@ -317,13 +318,24 @@ def attention(name, results, inputs, config=""):
     return [*lines, call, work("a", 0)]
 
 
-def backward_kernel(groups, rows=1, heads=32, length=4096):
+SEGMENTED = "splash_backward_4_segmented"
+
+
+def backward_kernel(groups, rows=1, heads=32, length=4096, segments=()):
     query, key = f"bf16[{rows},{heads},{length},128]", f"bf16[{rows},{groups},{length},128]"
     number = f"f32[{rows},{heads},1,{length}]"
     tiles = (length // 512) * (length // 512 + 1) // 2
-    inputs = [f"s32[{tiles}]", f"s32[{tiles}]", query, query, number, number, key, key]
+    inputs = [f"s32[{tiles}]", f"s32[{tiles}]", query, query, number, number, key, key, *segments]
     stated = ', backend_config={"custom_call_config":{"body":"x","cost_estimate":{"flops":"229500000000"}}}'
     return attention("transpose_jvp_splash_backward__", f"({query}, {key}, {key})", inputs, stated)
+
+
+def our_forward_kernel(groups=8, heads=32, length=4096, flops=None):
+    query, key = f"bf16[1,{heads},{length},128]", f"bf16[1,{groups},{length},128]"
+    blocks = length // 512
+    flops = flops or 2 * 512**2 * blocks * (blocks + 1) // 2 * heads * 256
+    stated = f', backend_config={{"custom_call_config":{{"body":"x","cost_estimate":{{"flops":"{flops}"}}}}}}'
+    return attention("jvp_splash_forward_", f"({query}, f32[1,{heads},1,{length}])", [query, key, key], stated)
 
 
 def forward_kernel(block, heads=32, length=4096, segments=""):
@@ -342,9 +354,21 @@ def milliseconds(lines, chip, **options):
 
 
 def test_known_attention_kernels_take_their_final_schedule():
-    cycles = 32 * (36 * 3097 + 8 * 146)  # heads x (visible tiles, and blocks of rows) on v5p, over two cores
-    assert milliseconds(backward_kernel(groups=8), "v5p") == ("scheduled", cycles / 2 / 1.75e6)
-    assert milliseconds(backward_kernel(groups=8), "v6e") == ("scheduled", 32 * (36 * 2065 + 8 * 86) / 1.75e6)
+    def of_heads(tile, row, heads=32):
+        return heads * (36 * tile + 8 * row) / 1.75e6  # visible tiles, and blocks of rows
+
+    assert milliseconds(backward_kernel(groups=8), "v5p") == (
+        "scheduled",
+        of_heads(2439.75, 144.46875) / 2,
+    )  # two cores
+    assert milliseconds(backward_kernel(groups=8), "v6e") == ("scheduled", of_heads(1578.5, 84.46875))
+    assert milliseconds(backward_kernel(groups=16), "v6e") == ("scheduled", of_heads(1718, 84.875))  # two heads a step
+    segmented = backward_kernel(groups=8, segments=["s32[1,1,4096]", "s32[1,4096,128]"])
+    assert milliseconds(segmented, "v6e") == ("scheduled", of_heads(*SCHEDULED["v6e", SEGMENTED, 512, 128][::2]))
+    assert milliseconds(our_forward_kernel(), "v5p") == ("scheduled", of_heads(1009, 391) / 2)
+    assert milliseconds(our_forward_kernel(), "v6e") == ("scheduled", of_heads(644, 219))
+    # four heads of one row are two steps of two heads, one on each core
+    assert milliseconds(our_forward_kernel(groups=1, heads=4), "v5p") == ("scheduled", of_heads(1004.5, 360, 4) / 2)
     forward = 32 * (64 * 319 + 36 * 1199 + 8 * 507)  # jax visits all tiles, and computes the visible ones
     assert milliseconds(forward_kernel(512), "v5p") == ("scheduled", forward / 2 / 1.75e6)
     forward = 32 * (16 * 312 + 10 * 4846 + 4 * 995)
@@ -376,11 +400,13 @@ def test_one_group_of_heads_uses_one_of_two_cores():
 @pytest.mark.parametrize(
     "lines",
     [
-        backward_kernel(groups=8)[:-3] + backward_kernel(groups=8)[-2:],  # an operand more or less: segments
+        [line.replace("bf16", "f32") for line in backward_kernel(groups=8)],
         [line.replace("s32[36]", "s32[64]") for line in backward_kernel(groups=8)],  # not causal
         [line.replace("128]", "64]") for line in backward_kernel(groups=8)],  # heads of 64
+        our_forward_kernel(flops=2 * 512**2 * 64 * 32 * 256),  # not causal
+        our_forward_kernel(length=4096 + 128, flops=10**9),  # blocks of 128
     ],
-    ids=["operands", "tiles", "width"],
+    ids=["dtype", "tiles", "width", "all tiles", "blocks"],
 )
 def test_other_attention_kernels_take_what_they_state(lines):
     assert milliseconds(lines, "v5p")[0] == "stated"

@@ -8,7 +8,7 @@ from support.paths import PROGRAMS
 from shardopt.hlo._hlo_text import tiled_nbytes
 from shardopt.hlo._program import argument_padding
 from shardopt.planning import HARDWARE, Layout, find_model, predict
-from shardopt.planning._layout import stored_bytes
+from shardopt.planning._layout import abstract_opt_state, place, stored_bytes
 
 pytestmark = pytest.mark.fast
 
@@ -39,7 +39,7 @@ def test_arrays_are_stored_as_the_compiler_lays_them_out(shape, layout):
 
 @pytest.mark.parametrize(
     ("name", "chip", "chips", "rows", "planned"),
-    # what libtpu planned, from results/pod.json
+    # what libtpu planned, from results/pod.json, with min_shard_elements=1024
     [
         ("gpt2", "v5p", 64, 8, 31_127_040),
         ("gpt2", "v6e", 256, 8, 8_262_144),
@@ -50,9 +50,24 @@ def test_arrays_are_stored_as_the_compiler_lays_them_out(shape, layout):
 def test_arguments_are_those_of_the_placement_formula(name, chip, chips, rows, planned):
     shape = dataclasses.replace(find_model(name), length=1024)
     layout = Layout(data=chips)
-    told = predict(shape.workload(), layout, hardware=HARDWARE[chip], batch_size=rows * chips).memory
+    workload = shape.workload()
+    placed = place(workload, layout, abstract_opt_state(workload, None), min_shard_elements=2**10, tiled=True)
+    told = predict(workload, layout, hardware=HARDWARE[chip], batch_size=rows * chips, placed=placed).memory
     scalars = stored_bytes((), 4)  # of the random key; adamw's count and the step are 512 bytes each as well
     assert told.params + told.opt_state + stored_bytes((rows, 1025), 4) + 2 * scalars == planned
+
+
+def test_small_leaves_stay_whole_by_the_default_of_the_platform():
+    workload = dataclasses.replace(find_model("llama3-8b"), num_layers=2, length=128).workload()
+    opt_state = abstract_opt_state(workload, None)
+
+    def opt_state_bytes(**options):
+        return place(workload, Layout(data=64), opt_state, **options).opt_state
+
+    norms = 5 * 4096 * 2 * 4  # five norms, two moments
+    assert opt_state_bytes(min_shard_elements=2**14) - opt_state_bytes() == norms * 63 // 64
+    assert opt_state_bytes(tiled=True) == opt_state_bytes(tiled=True, min_shard_elements=2**14)
+    assert opt_state_bytes() == opt_state_bytes(min_shard_elements=2**10)
 
 
 def test_the_padding_of_a_program_is_read_off_its_layouts():
