@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jax.stages import Compiled, Lowered
 
 from shardopt.core._errors import calling, format_error
+from shardopt.core._extras import version_of
 from shardopt.core._types import PyTree, abstract, is_array_like
 from shardopt.hlo._collective import Collective
 from shardopt.hlo._program import Memory, argument_padding, audit, inner_product_flops, memory, read_program
@@ -222,7 +223,7 @@ _UNREADABLE = (0, 0, 50)
 
 
 def _unreadable(program: str) -> RuntimeError:
-    problem = f"jaxlib {jax.lib.__version__} cannot read {program} back: async-update with several operands."
+    problem = f"jaxlib {version_of('jaxlib')} cannot read {program} back: async-update with several operands."
     fix = "install jax 0.11 or newer (Python 3.12), or the libtpu that belongs to this jax: pip install 'jax[tpu]'."
     return RuntimeError(format_error("aot", problem, fix=fix))
 

@@ -166,7 +166,7 @@ def kernel_call(line: Instruction, inputs: list[str], chip: str) -> KernelCall |
     kernel, (*leading, heads, T, K) = match[1], floats[0]
     B = math.prod(leading)
     kernel, block = _jax_kernel(kernel, line)
-    if not any(_dims(shape)[-2:] == [T // block] * 2 for shape in inputs if shape.startswith(("s8", "s32"))):
+    if not any(_dims(shape)[-2:] == (T // block,) * 2 for shape in inputs if shape.startswith(("s8", "s32"))):
         return None
     return KernelCall(kernel + (match[2] or ""), block, B * heads, T, K, B * heads if kernel == "fwd" else B)
 
@@ -178,7 +178,7 @@ def _jax_kernel(phase: str, line: Instruction) -> tuple[str, int]:
     return "fused" if fused else phase, int(size[1]) if size else TILE
 
 
-def _our_call(line: Instruction, inputs: list[str], floats: list[list[int]], chip: str) -> KernelCall | None:
+def _our_call(line: Instruction, inputs: list[str], floats: list[tuple[int, ...]], chip: str) -> KernelCall | None:
     """Return the call of a kernel of shardopt; its list of tiles, or its stated flops, tell whether the mask is causal."""
     query, key, value_width = floats[0], floats[-1], floats[-1][3]
     (B, H, T, K), G = query, key[1]
@@ -187,7 +187,7 @@ def _our_call(line: Instruction, inputs: list[str], floats: list[list[int]], chi
     if T % TILE or not line.shape.startswith("(bf16"):
         return None
     if "splash_backward" in line.name:
-        causal = _dims(inputs[0]) == [blocks * (blocks + 1) // 2]
+        causal = _dims(inputs[0]) == (blocks * (blocks + 1) // 2,)
         heads = _splash_backward.heads_of_step(query, key, value_width, T, "bfloat16", memory)
         name, parallel = f"splash_backward_{heads}", B * G
     else:
@@ -218,5 +218,5 @@ _FLOATS = ("bf16", "f16", "f32")
 _STATED_FLOPS = re.compile(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
 
 
-def _dims(shape: str) -> list[int]:
-    return [int(dim) for dim in arrays(shape)[0].partition("[")[2].rstrip("]").split(",") if dim.isdigit()]
+def _dims(shape: str) -> tuple[int, ...]:
+    return tuple(int(dim) for dim in arrays(shape)[0].partition("[")[2].rstrip("]").split(",") if dim.isdigit())
