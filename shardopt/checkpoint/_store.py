@@ -144,12 +144,15 @@ class Writer:
         self._folder, self._passed = "", 0
         # By default orbax also writes metadata about shards, into a folder for which all other processes wait: ten
         # minutes, if somebody deleted it. Reading does not need this metadata.
-        handlers = [(jax.Array, ocp.type_handlers.ArrayHandler(array_metadata_store=None))]
+        # Where several devices hold a leaf, each writes a slice of it. jax compiles a program to cut each shape on each
+        # device, so one device writes a small leaf whole.
+        options = {"array_metadata_store": None, "min_slice_bytes_for_replica_parallel": 2**20}
+        handlers = [(jax.Array, ocp.type_handlers.ArrayHandler(**options))]
         handlers += [(kind, ocp.type_handlers.get_type_handler(kind)) for kind in (np.ndarray, np.number)]
         registry = ocp.type_handlers.create_type_handler_registry(*handlers)
         handler = ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler(type_handler_registry=registry))
-        options = ocp.options.AsyncOptions(barrier_sync_fn=self._barrier)
-        self._orbax = ocp.AsyncCheckpointer(handler, async_options=options)
+        async_options = ocp.options.AsyncOptions(barrier_sync_fn=self._barrier)
+        self._orbax = ocp.AsyncCheckpointer(handler, async_options=async_options)
 
     def start(self, folder: Path, state: PyTree) -> None:
         """Copy the state to the host and start writing it to a new folder. All processes must call it."""

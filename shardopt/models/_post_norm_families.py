@@ -53,8 +53,8 @@ def _gemma1(fields: Fields) -> dict[str, Any]:
     return _gemma(fields) | base.same_kinds(fields) | {"activation": "gelu_tanh"}
 
 
-def _gemma_with_windows(fields: Fields, period: int, **local: Any) -> dict[str, Any]:
-    """Return what Gemma 2 and 3 share; `local` has the changes of rotary positions in blocks with windows."""
+def _gemma2(fields: Fields, period: int = 2, **local: Any) -> dict[str, Any]:
+    """Return Gemma 2; `period` and `local`, the changes of rotary positions in blocks with windows, are for Gemma 3."""
 
     def rope(kind: str) -> Rope:
         return base.rope(fields, kind, **(local if kind == "sliding_attention" else {}))
@@ -70,13 +70,10 @@ def _gemma_with_windows(fields: Fields, period: int, **local: Any) -> dict[str, 
     }
 
 
-def _gemma2(fields: Fields) -> dict[str, Any]:
-    return _gemma_with_windows(fields, 2)
-
-
 def _gemma3(fields: Fields) -> dict[str, Any]:
+    fields.require("attn_logit_softcapping", None)  # transformers ignores it
     local = {"rope_scaling": {}, "rope_theta": fields["rope_local_base_freq"]}
-    return _gemma_with_windows(fields, fields["sliding_window_pattern"], **local) | {"qk_norm": "head"}
+    return _gemma2(fields, fields["sliding_window_pattern"], **local) | {"qk_norm": "head"}
 
 
 def _vaultgemma(fields: Fields) -> dict[str, Any]:

@@ -102,16 +102,14 @@ GLM_DEFAULTS = _LLAMA | {
     "partial_rotary_factor": 0.5,
 }
 _WIDE = _LLAMA | {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 32768}
+_PHI3_LENGTHS = dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), 4096)
 _GRANITE_DEFAULTS = _LLAMA | dict.fromkeys(
     ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0
 )
 _JOINED_MLP = {"mlp.gate_up_proj.weight": ("mlp/gate", "mlp/up"), "mlp.down_proj.weight": "mlp/down"}
 GLM_BLOCK = base.QKV | {"self_attn.o_proj.weight": "attention/out"} | _JOINED_MLP
 _PHI3_BLOCK = {"self_attn.qkv_proj.weight": ("attention/q", "attention/k", "attention/v")} | base.OUT | _JOINED_MLP
-_QK_LAYER_NORMS = {
-    "self_attn.query_layernorm.weight": "attention/q_norm",
-    "self_attn.key_layernorm.weight": "attention/k_norm",
-}
+_QK_LAYER_NORMS = {f"self_attn.{name}_layernorm.weight": f"attention/{name[0]}_norm" for name in ("query", "key")}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", _LLAMA, base.llama, base.LLAMA_BLOCK),
@@ -144,7 +142,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family("Qwen3ForCausalLM", base.QWEN_DEFAULTS | {"head_dim": 128}, base.qwen3, base.LLAMA_BLOCK),
     "phi3": Family(
         "Phi3ForCausalLM",
-        _LLAMA | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
+        _LLAMA | _PHI3_LENGTHS | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
         _phi3,
         base.PRE_NORMS | _PHI3_BLOCK,
     ),

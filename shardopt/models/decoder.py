@@ -81,7 +81,9 @@ def rules(config: DecoderConfig) -> tuple[tuple[str, P], ...]:
       (^|/)blocks/(mlp|shared)/((gate|up)_bias|down)$ ('tensor',)
       (^|/)(embedding|head)$ ('tensor',)
     """
-    block_rules = (*(_FUSED_RULES if config.fused else ()), *_BLOCK_RULES)
+    # one head of keys and values is on every device of tensor
+    single_head = (("attention/(k|v|kv)(_bias)?$", ()),) * (config.kv_heads == 1)
+    block_rules = (*single_head, *(_FUSED_RULES if config.fused else ()), *_BLOCK_RULES)
     all_rules = [(f"(^|/)blocks/{pattern}", P(*spec)) for pattern, spec in block_rules]
     all_rules += [(f"(^|/)first_blocks/{pattern}", P(None, *spec)) for pattern, spec in block_rules]
     all_rules += [("(^|/)(embedding|head)$", P("tensor")), ("(^|/)head_bias$", P("tensor"))]

@@ -433,7 +433,7 @@ def _on_each_device(run: Attention, query: Array, key: Array, value: Array, mark
         (position_axes, query.shape[1], "positions", "pad the rows, or take a smaller axis."),
     ):
         size = math.prod(mesh.shape[axis] for axis in axes)
-        if count % size:
+        if count % size and (axes, count) != (head_axes, 1):
             axis_names = " x ".join(map(repr, axes))
             problem = f"{count} {counted} cannot be sharded over mesh axis {axis_names} (size {size})."
             raise ValueError(format_error("attention", problem, fix=fix))
@@ -442,7 +442,9 @@ def _on_each_device(run: Attention, query: Array, key: Array, value: Array, mark
         lambda x: PartitionSpec((row_axes or None) if x.shape[0] == query.shape[0] else None, position_axes or None),
         marks,
     )
-    specs = (spec, spec, spec, mark_specs, None if sinks is None else PartitionSpec(head_axes or None))
+    # one head of keys and values is that of the queries on every device
+    kv_spec = spec if key.shape[2] > 1 else PartitionSpec(row_axes or None, position_axes or None)
+    specs = (spec, kv_spec, kv_spec, mark_specs, None if sinks is None else PartitionSpec(head_axes or None))
     region = jax.shard_map(run, in_specs=specs, out_specs=spec, axis_names=auto_axes, check_vma=False)
     return region(query, key, value, marks, sinks)
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.typing import DTypeLike
 
 from shardopt.core._block_model import BLOCKS, BlockModel, as_block_model, call
@@ -411,6 +411,12 @@ class _ModelFunctions(NamedTuple):
 def _row_costs(functions: _ModelFunctions, batch: PyTree) -> dict[str, PyTree]:
     """Return the fields of a `Workload` that are proportional to the number of rows."""
     outer, weights, key, x = functions.outer, functions.weights, functions.key, functions.boundary(batch)
+    traced_block, shapes = jax.make_jaxpr(functions.block, return_shape=True)(weights, x, key)
+
+    def block(weights: PyTree, x: PyTree, key: jax.Array) -> PyTree:
+        """Do the operations of a block, without its Python: many functions below trace it."""
+        results = jaxpr_as_fun(traced_block)(*jax.tree.leaves((weights, x, key)))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     def flops(f: Callable[..., PyTree], *args: PyTree) -> float:
         return float(sum(count_flops(jax.make_jaxpr(f)(*args))))
@@ -419,18 +425,18 @@ def _row_costs(functions: _ModelFunctions, batch: PyTree) -> dict[str, PyTree]:
         return lambda w, x, dy, key: jax.vjp(lambda w, x: block(w, x, key), w, x)[1](dy)
 
     def recomputed(policy: Callable[..., bool] | None = None) -> float:
-        return flops(backward(jax.checkpoint(functions.block, policy=policy)), weights, x, x, key) - backward_flops
+        return flops(backward(jax.checkpoint(block, policy=policy)), weights, x, x, key) - backward_flops
 
-    backward_flops = flops(backward(functions.block), weights, x, x, key)
+    backward_flops = flops(backward(block), weights, x, x, key)
     recompute_flops, save = recomputed(), jax.checkpoint_policies.save_only_these_names
-    named = named_values(jax.make_jaxpr(functions.block)(weights, x, key))
+    named = named_values(traced_block)
     boundary = sum(map(_nbytes, jax.tree.leaves(x)))
     boundary_shapes = {leaf.shape for leaf in jax.tree.leaves(x)}
-    residuals = _residuals(functions.block, weights, x, key)
+    residuals = _residuals(block, weights, x, key)
     loss_residuals = _residuals(functions.loss, outer, x, batch, key)
-    stage_residuals, deferred = _stage_residuals(functions.block, weights, x)
+    stage_residuals, deferred = _stage_residuals(block, weights, x)
     return {
-        "block_flops": flops(functions.block, weights, x, key),
+        "block_flops": float(sum(count_flops(traced_block))),
         "recompute_flops": recompute_flops,
         "named": {
             name: (_split_by_shape(values, boundary_shapes), recompute_flops - recomputed(save(name)))

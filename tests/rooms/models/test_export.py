@@ -43,7 +43,7 @@ def sines(module, config):
         np.sin(np.arange(begin, begin + leaf.size)).reshape(leaf.shape) * ("router_" not in str(path))
         for begin, (path, leaf) in zip(sizes, leaves, strict=False)
     ]
-    return tree.unflatten([np.asarray(value, leaf.dtype) for value, (_, leaf) in zip(values, leaves, strict=True)])
+    return tree.unflatten([jnp.asarray(value, leaf.dtype) for value, (_, leaf) in zip(values, leaves, strict=True)])
 
 
 @pytest.mark.parametrize(

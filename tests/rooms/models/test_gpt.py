@@ -135,8 +135,8 @@ def test_compute_dtype_is_the_parameters_unless_chosen():
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     chosen = gpt.GPTConfig(dim=32, num_layers=2, num_heads=4, dtype=jnp.bfloat16)
     batch = {"tokens": tokens(4, 17)}
-    assert gpt.model(SMALL).embed(half, batch).x.dtype == jnp.bfloat16
-    assert gpt.model(chosen).embed(params, batch).x.dtype == jnp.bfloat16
+    assert jax.eval_shape(gpt.model(SMALL).embed, half, batch).x.dtype == jnp.bfloat16
+    assert jax.eval_shape(gpt.model(chosen).embed, params, batch).x.dtype == jnp.bfloat16
     full = loss_of(SMALL, params, batch)
     for loss in (loss_of(SMALL, half, batch), loss_of(chosen, params, batch)):
         assert loss.dtype == jnp.float32

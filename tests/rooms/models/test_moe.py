@@ -62,7 +62,8 @@ def trained(opt, config, given):
 
 
 def on_one_device(config, given):
-    return trained(so.ddp(TX, so.make_mesh(devices=jax.devices()[:1]), moe.model(config), **LEAVES), config, given)
+    opt = so.ddp(TX, so.make_mesh(devices=jax.devices()[:1]), moe.model(config), view="global", **LEAVES)
+    return trained(opt, config, given)
 
 
 TABLE = [

@@ -76,14 +76,19 @@ def loss_fn(params, batch):
 
 
 @pytest.mark.parametrize(
-    "sizes", tiered([{"data": 8}, {"data": 4, "tensor": 2}], lambda sizes: "tensor" in sizes, ids=str)
+    ("groups", "sizes"),
+    tiered(
+        [(2, {"data": 8}), (2, {"data": 4, "tensor": 2}), (1, {"data": 4, "tensor": 2})], lambda row: "tensor" in row[1]
+    ),
 )
-def test_kernels_run_on_local_rows_and_heads(sizes, mesh_of):
+def test_kernels_run_on_local_rows_and_heads(groups, sizes, mesh_of):
+    """One head of keys and values is on every device of tensor."""
     rng = np.random.default_rng(0)
-    params = {name: rng.normal(size=(8, 2, 4)).astype(np.float32) for name in "qkv"}
+    heads = {"q": 2, "k": groups, "v": groups}
+    params = {name: rng.normal(size=(8, count, 4)).astype(np.float32) for name, count in heads.items()}
     params["out"] = rng.normal(size=(2, 4, 8)).astype(np.float32)
     batch = {name: rng.normal(size=(8, 12, 8)).astype(np.float32) for name in "xy"}
-    rules = [("^[qkv]$", P(None, "tensor")), ("out", P("tensor"))]
+    rules = [("^[qkv]$" if groups > 1 else "^q$", P(None, "tensor")), ("out", P("tensor"))]
     opt = so.fsdp(optax.sgd(0.1), mesh_of(**sizes), loss_fn, rules=rules, min_shard_elements=1)
     state, metrics = opt.step(opt.init(params), batch)
     value, grads = jax.jit(jax.value_and_grad(loss_fn))(params, batch)
@@ -126,9 +131,9 @@ def test_values_wider_than_keys_are_refused():
 
 
 def test_heads_that_tensor_does_not_divide_are_refused(mesh_of):
-    args = drawn(8, groups=1)
+    args = drawn(8, heads=6, groups=3)
     mesh = mesh_of(data=4, tensor=2)
-    with pytest.raises(ValueError, match="1 heads of keys and values cannot be sharded over mesh axis 'tensor'"):
+    with pytest.raises(ValueError, match="3 heads of keys and values cannot be sharded over mesh axis 'tensor'"):
         jax.jit(so.mesh.on_mesh(mesh, lambda *xs: so.nn.attention(*xs, implementation="splash")))(*args)
 
 

@@ -120,7 +120,7 @@ def test_each_matrix_of_a_leaf_is_on_its_own_and_what_is_none_goes_to_adamw(name
         assert kept.left["convolution"] is None
 
 
-@pytest.mark.parametrize("name", ["shampoo", "soap"])
+@pytest.mark.parametrize("name", [pytest.param("shampoo", marks=pytest.mark.slow), "soap"])
 def test_hyperparameters_can_be_injected_and_halves_are_kept_in_floats(name):
     grads = {"w": np.asarray(draw(4, 6, 4), jnp.bfloat16), "dead": np.zeros((4, 3, 3), jnp.bfloat16)}
     make = getattr(so.optimizers, name)
