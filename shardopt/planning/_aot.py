@@ -222,7 +222,7 @@ _UNREADABLE = (0, 0, 50)
 
 
 def _unreadable(program: str) -> RuntimeError:
-    problem = f"jaxlib {jax.lib.__version__} cannot read {program} back: async-update with several operands."
+    problem = f"jax {jax.__version__} cannot read {program} back: async-update with several operands."
     fix = "install jax 0.11 or newer (Python 3.12), or the libtpu that belongs to this jax: pip install 'jax[tpu]'."
     return RuntimeError(format_error("aot", problem, fix=fix))
 
