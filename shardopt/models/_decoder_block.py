@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from shardopt import nn
 from shardopt.core._types import PyTree
+from shardopt.mesh import device_kind_or_default
 from shardopt.models import _layers as layers
 from shardopt.models._decoder_config import ACTIVATIONS, DecoderConfig
 from shardopt.models._inputs import Params
@@ -323,7 +324,13 @@ def _mlp(config: DecoderConfig, weights: Params, x: Float[Array, "B T D"]) -> Fl
         hidden = nn.quantized_einsum(f"btd,d{dims}->bt{dims}", x, weights[name], precision=config.precision)
         return shard(_add_bias(hidden, weights.get(f"{name}_bias")))
 
-    if config.fused:
+    if config.fused and device_kind_or_default().startswith("TPU"):
+        # parts in front: otherwise XLA:TPU copies the gathered weights of each block
+        hidden = nn.quantized_einsum("btd,dcf->cbtf", x, weights["up"], precision=config.precision)
+        bias = weights.get("up_bias")
+        hidden = shard(hidden if bias is None else hidden + bias[:, None, None])
+        hidden = layers.split_parts(checkpoint_name(hidden, "mlp_hidden"), dim=0)
+    elif config.fused:
         hidden = layers.split_parts(checkpoint_name(product("up", "cf"), "mlp_hidden"))
     else:
         hidden = checkpoint_name([product(name, "f") for name in ("gate", "up") if name in weights], "mlp_hidden")

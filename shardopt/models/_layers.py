@@ -107,12 +107,12 @@ def visible(queries: Int[Array, "B T"], length: int, window: Int[Array, ""] | in
     return (distance >= 0) & (distance < window)
 
 
-def split_parts(x: Array) -> list[Array]:
-    """Cut [B, T, C, ...] into C parts [B, T, ...].
+def split_parts(x: Array, dim: int = 2) -> list[Array]:
+    """Cut an array into its entries of a dim, such as [B, T, C, ...] into C parts [B, T, ...].
 
     The gradient of a split is one concatenation. The gradient of indexing would be a sum of paddings.
     """
-    return [jnp.squeeze(part, 2) for part in jnp.split(x, x.shape[2], axis=2)]
+    return [jnp.squeeze(part, dim) for part in jnp.split(x, x.shape[dim], axis=dim)]
 
 
 def shard_positions(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

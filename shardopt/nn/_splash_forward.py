@@ -90,7 +90,8 @@ def attend(
         name="splash_forward",
         interpret=not device_kind_or_default().startswith("TPU"),
     )
-    mixed, logsumexp = kernel(*inputs)
+    # jax 0.10 keeps a kernel whose results nothing reads, and drops a jitted function: the forward pass would run again
+    mixed, logsumexp = jax.jit(kernel)(*inputs)
     return mixed, logsumexp[:, :, 0]
 
 
