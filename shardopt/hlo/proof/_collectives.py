@@ -239,15 +239,7 @@ def _gathered_coordinate(
         ((dim, factor),) = factors
         _check_ascending(factor.at, factor.local, groups)
         return (dim, factor), value.dims, remaining
-    if not factors and len(hidden) == 1 and hidden[0].kind == "dim":
-        (h,) = hidden
-        _check_ascending(h.at, 1, groups)
-        if h.minor != minor and math.prod(value.shape) != 1:
-            raise Unproved(
-                "it joins elements of a dim of which each device holds one; whether along that dim is unknown."
-            )
-        return (-1, Factor(1, h.count, h.at)), value.dims, remaining
-    if len(hidden) > 1 and not factors and all(h.kind == "dim" for h in hidden):
+    if not factors and all(h.kind == "dim" for h in hidden):
         counts = sorted(hidden, key=lambda h: -_period(h.at, groups))
         combined = np.zeros(devices, np.int64)
         for h in counts:
@@ -255,7 +247,9 @@ def _gathered_coordinate(
         at = Positions.of(combined)
         _check_ascending(at, 1, groups)
         if any(h.minor != minor for h in hidden) and math.prod(value.shape) != 1:
-            raise Unproved("it joins elements of dims of which each device holds one; whether along these is unknown.")
+            raise Unproved(
+                "it joins elements of a dim of which each device holds one; whether along that dim is unknown."
+            )
         return (-1, Factor(1, math.prod(h.count for h in hidden), at)), value.dims, remaining
     kinds = {h.kind for h in hidden} - {"dim"}
     if kinds:
@@ -312,15 +306,12 @@ def _moved_block(received: Value, sent: Value, own: Value, dim: int, size: int, 
     return received.changed(dims=dims, hidden=merged_hidden([(*hidden, *new_hidden)]), fill=received.fill)
 
 
-def permuted(value: Value, pairs: Groups, devices: int, order: int) -> Value:
-    """Return the result of a collective-permute."""
+def permuted(value: Value, senders: np.ndarray, order: int) -> Value:
+    """Return the result of a collective-permute from one sender per device, -1 for none."""
     if value.zero:
         return value
-    source = np.full(devices, -1)
-    for start, target in pairs:
-        source[target] = start
-    receives = Positions.of(source >= 0)
-    source = np.where(source < 0, np.arange(devices), source)  # the others get zeros
+    receives = Positions.of(senders >= 0)
+    source = np.where(senders < 0, np.arange(len(senders)), senders)  # the others get zeros
 
     def moved(at: Positions) -> Positions:
         return Positions.of(at.array[source])
@@ -329,5 +320,5 @@ def permuted(value: Value, pairs: Groups, devices: int, order: int) -> Value:
     hidden = tuple(h._replace(at=moved(h.at)) for h in value.hidden)
     if varies(receives):
         hidden = (*hidden, Hidden("device", partition(receives), 2, order))
-    parts = None if value.parts is None else tuple(permuted(part, pairs, devices, order) for part in value.parts)
+    parts = None if value.parts is None else tuple(permuted(part, senders, order) for part in value.parts)
     return value.changed(dims=dims, hidden=merged_hidden([hidden]), fill=value.fill, parts=parts)

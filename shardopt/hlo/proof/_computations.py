@@ -13,7 +13,9 @@ from shardopt.hlo.proof._convolution import convolution
 from shardopt.hlo.proof._cublas import Gemm, read_gemm
 from shardopt.hlo.proof._lines import Groups, Line, array_shape, leaves
 from shardopt.hlo.proof._lookup import noted
+from shardopt.hlo.proof._neighbours import block_of, window
 from shardopt.hlo.proof._numbers import iota, known, literal
+from shardopt.hlo.proof._opened import THROUGH
 from shardopt.hlo.proof._parts import BY_ELEMENT, along
 from shardopt.hlo.proof._value import (
     Fault,
@@ -75,15 +77,16 @@ class Walk:
 
     def _run(self, name: str, arguments: tuple[Result, ...]) -> Result:
         values: dict[str, Result] = {}
-        shapes: dict[str, str] = {}
+        lines = {line.name: line for line in self.computations[name]}
         result: Result = ()
-        for line in self.computations[name]:
+        for line in lines.values():
             if line.opcode == "parameter":
                 values[line.name] = arguments[int(line.rest.partition(")")[0])]
             else:
                 operands = [values[operand] for operand in line.operands]
-                values[line.name] = self.line(line, operands, [shapes[operand] for operand in line.operands])
-            shapes[line.name] = line.shape
+                values[line.name] = self.line(line, operands, [lines[operand].shape for operand in line.operands])
+            if line.opcode == "concatenate":
+                values[line.name] = self._joined(line, lines, values)
             if line.is_root:
                 result = values[line.name]
         return result
@@ -129,6 +132,8 @@ class Walk:
             return known(ids.astype(np.uint32), self.devices, line.order)
         if opcode in KINDS:
             return self._collective(line, opcode, operands)
+        if opcode == "dynamic-slice" and isinstance(interval := operands[0].note, Value):
+            return block_of(line, interval, operands[1:], self.devices)
         if faults := _faults(operands):
             return faulty(line.shape, faults)
         return self._local(line, list(operands), shapes)
@@ -240,6 +245,30 @@ class Walk:
             results.append(Value(sizes, dims, hidden))
         return tuple(results) if line.shape.startswith("(") else results[0]
 
+    # pieces of neighbours
+
+    def _joined(self, line: Line, lines: dict[str, Line], values: dict[str, Result]) -> Value:
+        """Return a concatenation, with the interval that each device joins if its pieces are of one value."""
+        result, (dim,) = values[line.name], line.integers("dimensions")
+        names, senders, starts = zip(*(self._piece(name, dim, lines) for name in line.operands), strict=True)
+        value, sizes = values[names[0]], [lines[name].dims[dim] for name in line.operands]
+        if len(set(names)) > 1 or not isinstance(value, Value) or value.faults or not (result.faults or result.parts):
+            return result
+        return result._replace(note=window(value, dim, np.stack(senders), np.array(starts), np.array(sizes)))
+
+    def _piece(self, name: str, dim: int, lines: dict[str, Line]) -> tuple[str, np.ndarray, int]:
+        """Return of which value an operand is a piece, from which devices it comes, and where it starts."""
+        senders, start = np.arange(self.devices), 0
+        while len((line := lines[name]).operands) == 1 and line.opcode in ("collective-permute", "slice", THROUGH):
+            if line.opcode == "collective-permute":
+                senders = np.where(senders < 0, -1, self._senders(line)[senders])
+            elif line.opcode == "slice":
+                if any(stride != 1 for *_, stride in line.bounds):
+                    break
+                start += line.bounds[dim][0]
+            name = line.operands[0]
+        return name, senders, start
+
     # loops and branches
 
     def _while(self, line: Line, initial: Result) -> Result:
@@ -303,11 +332,7 @@ class Walk:
 
     def _one_collective(self, line: Line, kind: str, value: Value) -> Value:
         if kind == "collective-permute":
-            pairs = read_groups(line.attributes.get("source_target_pairs", "{}"), 0)
-            moving = permute_pairs(line.attributes, replicas=self.replicas, partitions=self.partitions)
-            if self.replicas == 1 or self.partitions == 1:
-                moving = (*moving, *((s, t) for s, t in pairs if s == t))
-            return _collectives.permuted(value, moving, self.devices, line.order)
+            return _collectives.permuted(value, self._senders(line), line.order)
         groups = self._groups(line, has_global_flag=kind in ("all-reduce", "all-gather", "reduce-scatter"))
         if kind == "all-reduce":
             return self._by_part(value, lambda part: self._reduced(line, part, groups))
@@ -320,6 +345,17 @@ class Walk:
             return self._by_part(value, lambda part: _collectives.exchanged(part, dim, groups))
         at, n = _collectives.position_in_group(groups), len(groups[0])
         return self._by_part(value, lambda part: _collectives.block(self._reduced(line, part, groups), dim, at, n))
+
+    def _senders(self, line: Line) -> np.ndarray:
+        """Return from which device each device receives; -1 for none."""
+        pairs = permute_pairs(line.attributes, replicas=self.replicas, partitions=self.partitions)
+        if self.replicas == 1 or self.partitions == 1:
+            same = read_groups(line.attributes.get("source_target_pairs", "{}"), 0)
+            pairs = (*pairs, *((s, t) for s, t in same if s == t))
+        senders = np.full(self.devices, -1)
+        for sender, receiver in pairs:
+            senders[receiver] = sender
+        return senders
 
     def _reduced(self, line: Line, value: Value, groups: Groups) -> Value:
         result = _collectives.reduced_over(value, self.reduction(line.callee) or "?", groups, line.order)
@@ -405,5 +441,5 @@ def _with_hidden(result: Result, hidden: tuple[Hidden, ...]) -> Result:
     if not isinstance(result, Value):
         return tuple(_with_hidden(part, hidden) for part in result)
     if result.faults:
-        return result
+        return result._replace(note=None)
     return _rules.without_known_devices(result.changed(hidden=merged_hidden([result.hidden, hidden])))

@@ -33,7 +33,7 @@ from shardopt.hlo.proof._value import (
 )
 
 
-def _starts(value: Value, devices: int) -> np.ndarray | None:
+def starts_of(value: Value, devices: int) -> np.ndarray | None:
     """Return the start on each device; None if it is unknown."""
     if value.data is None:
         return None
@@ -48,7 +48,7 @@ def dynamic_slice(line: Line, values: Sequence[Value], devices: int) -> Value:
         local = value.shape[dim]
         if size == local:
             continue
-        start = _starts(index, devices)
+        start = starts_of(index, devices)
         if start is None or (start == start[0]).all():
             hidden += _of_index(index, value, line)
             first = 0 if start is None else int(min(max(start[0], 0), local - size))
@@ -109,7 +109,7 @@ def dynamic_update_slice(line: Line, values: Sequence[Value], devices: int) -> V
         if size == base.shape[dim]:
             same.append((dim, dim))
             continue
-        start = _starts(index, devices)
+        start = starts_of(index, devices)
         by_device = start is not None and bool((start != start[0]).any())
         if start is None or not by_device or not (base.zero and _covers(start, size, base.shape[dim])):
             index_hidden += used(index.hidden, line.order)

@@ -45,6 +45,12 @@ class Line(NamedTuple):
         return array_shape(self.shape)
 
     @property
+    def bounds(self) -> tuple[tuple[int, int, int], ...]:
+        """The (start, stop, stride) of each dim of a slice."""
+        parts = [numbers(part) for part in self.attributes["slice"].split("]")]
+        return tuple((part[0], part[1], part[2] if len(part) == 3 else 1) for part in parts if part)
+
+    @property
     def callee(self) -> str:
         """The computation that it calls or reduces with."""
         return self.attributes.get("calls", self.attributes.get("to_apply", "")).strip("{}% ")

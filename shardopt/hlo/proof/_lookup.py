@@ -62,8 +62,7 @@ def noted(line: Line, operands: Sequence[Value], result: Value, devices: int) ->
     if line.opcode in KEEP and operands:
         is_mask = dtype_of(line.shape) == "pred"
         note = operands[0].note
-        keeps = note is not None and (isinstance(note, Rows) or is_mask == isinstance(note, Range))
-        return result._replace(note=note if keeps else None)
+        return result._replace(note=note if isinstance(note, (Rows, Range if is_mask else Shift)) else None)
     if line.opcode == "transpose" and isinstance(operands[0].note, Rows):
         return result._replace(note=operands[0].note)
     if result.note is not None:  # set by `looked_up`

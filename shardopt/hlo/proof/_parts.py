@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from shardopt.hlo.proof._lines import Line, numbers
+from shardopt.hlo.proof._lines import Line
 from shardopt.hlo.proof._value import Factor, Unproved, Value, is_constant_along
 
 Apply = Callable[[Line, Sequence[Value], int], Value]
@@ -65,15 +65,10 @@ def by_parts(line: Line, values: Sequence[Value], devices: int, apply: Apply) ->
             results.append(apply(part_line, [column[i] for column in columns], devices))
         return Value(line.dims, value.dims, parts=tuple(results))
     if line.opcode == "slice":
-        bounds = [numbers(part) for part in line.attributes["slice"].strip("{}").split("]") if numbers(part)]
-        if any(
-            (start, stop) != (0, n)
-            for i, ((start, stop, *_), n) in enumerate(zip(bounds, value.shape, strict=True))
-            if i != dim
-        ):
+        if any(bound != (0, n, 1) for i, (bound, n) in enumerate(zip(line.bounds, value.shape)) if i != dim):
             raise Unproved("it slices a bucket along another dim.")
-        start, stop, *stride = bounds[dim]
-        return sliced(value, start, stop, line, devices, apply) if stride in ([], [1]) else _refuse(line)
+        start, stop, stride = line.bounds[dim]
+        return sliced(value, start, stop, line, devices, apply) if stride == 1 else _refuse(line)
     if line.opcode in ("reshape", "bitcast"):
         return with_ones(value, line.dims)
     return _refuse(line)

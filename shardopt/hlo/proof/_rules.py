@@ -252,12 +252,11 @@ def _check_whole(value: Value, dim: int, verb: str) -> None:
 
 def _slice(line: Line, values: Sequence[Value], devices: int) -> Value:
     value = values[0]
-    bounds = [numbers(part) for part in line.attributes["slice"].strip("{}").split("]") if numbers(part)]
     dims = list(value.dims)
-    for dim, ((start, stop, *stride), size) in enumerate(zip(bounds, value.shape, strict=True)):
-        count = len(range(start, stop, *(stride or [1])))
+    for dim, ((start, stop, stride), size) in enumerate(zip(line.bounds, value.shape, strict=True)):
+        count = len(range(start, stop, stride))
         if count != size:
-            dims[dim] = _sliced(value.dims[dim], size, count, start, stride[0] if stride else 1)
+            dims[dim] = _sliced(value.dims[dim], size, count, start, stride)
     kept = tuple(h._replace(minor=_minor_after(h.minor, value.shape, line.dims)) for h in value.hidden)
     result, hidden = _elements_to_hidden(dims, kept, devices)
     return Value(line.dims, result, hidden, fill=value.fill)

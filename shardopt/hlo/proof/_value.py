@@ -122,7 +122,9 @@ class Value(NamedTuple):
       faults: why it is wrong or unknown; its dims then say nothing.
       parts: pieces along the last dim if they have different layouts; `dims` then say nothing.
       sums: the groups over which the value is a sum that is complete: a sum over them again would count it twice.
-      note: what is known about its numbers, for lookups in a table of which each device holds some rows.
+      note: what is known about its numbers, for lookups in a table of which each device holds some rows; or the
+        interval of a dim that each device joined from its neighbours' pieces, of which elements outside of the dim are
+        anything.
     """
 
     shape: tuple[int, ...]
@@ -134,7 +136,7 @@ class Value(NamedTuple):
     faults: frozenset[Fault] = frozenset()
     parts: "tuple[Value, ...] | None" = None
     sums: frozenset[Positions] = frozenset()
-    note: "Shift | Range | Rows | None" = None
+    note: "Shift | Range | Rows | Value | None" = None
 
     @property
     def zero(self) -> bool:
@@ -488,15 +490,13 @@ def joined(first: Value, second: Value) -> Value:
     if first == second:
         return first
     if first.faults or second.faults:
-        return first._replace(faults=first.faults | second.faults)
+        return first.changed(faults=first.faults | second.faults)
     if first.zero or second.zero:
         return (second if first.zero else first).changed(constant=first.constant and second.constant)
     if first.parts or second.parts:
         if first.parts and second.parts and [p.shape for p in first.parts] == [p.shape for p in second.parts]:
             parts = tuple(joined(a, b) for a, b in zip(first.parts, second.parts, strict=True))
             return first.changed(parts=parts, constant=False)
-        if first.zero or second.zero:
-            return (second if first.zero else first).changed(constant=False)
         raise Unproved("two values of a loop or branch are made of different pieces.")
     try:
         common, first, second = unify(first, second, [(i, i) for i in range(len(first.dims))])
