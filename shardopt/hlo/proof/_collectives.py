@@ -16,6 +16,7 @@ from shardopt.hlo.proof._value import (
     Value,
     Wrong,
     cut,
+    cut_beside,
     merged_hidden,
     normal,
     partition,
@@ -151,7 +152,7 @@ def block(value: Value, dim: int, at: Positions, n: int) -> Value:
         return value
     size = value.shape[dim]
     shape = (*value.shape[:dim], size // n, *value.shape[dim + 1 :])
-    factors, hidden = list(normal(value.dims[dim])), value.hidden
+    factors, hidden = list(normal(value.dims[dim])), cut_beside(value, shape)
     if factors and factors[0].size == 0 and factors[0].local % n == 0:
         factors[0] = factors[0]._replace(local=factors[0].local // n)
     elif factors and factors[0].size > 0 and factors[0].local % n == 0:
@@ -288,7 +289,8 @@ def exchanged(value: Value, dim: int, groups: Groups) -> Value:
     sent = block(value, dim, zeros(devices), n)
     received = gathered(sent, dim, groups)
     # the block that arrives is the one with the receiver's number: gathering saw block 0 of every device
-    own = block(value, dim, position_in_group(groups), n)
+    kept = tuple(h for h in value.hidden if not _varying(h.at, groups))
+    own = block(value._replace(hidden=kept), dim, position_in_group(groups), n)
     return _moved_block(received, sent, own, dim, size, groups)
 
 

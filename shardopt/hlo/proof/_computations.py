@@ -11,7 +11,7 @@ from shardopt.hlo._walk import KINDS
 from shardopt.hlo.proof import _collectives, _indexing, _rules
 from shardopt.hlo.proof._convolution import convolution
 from shardopt.hlo.proof._cublas import Gemm, read_gemm
-from shardopt.hlo.proof._lines import Groups, Line, array_shape, leaves
+from shardopt.hlo.proof._lines import Groups, Line, array_shape, leaves, major_to_minor
 from shardopt.hlo.proof._lookup import noted
 from shardopt.hlo.proof._neighbours import block_of, window
 from shardopt.hlo.proof._numbers import iota, known, literal
@@ -34,20 +34,9 @@ Result = Any
 """A `Value`, or a tuple of results."""
 
 MAX_TURNS = 12
-_UNNOTED = (
-    "fusion",
-    "get-tuple-element",
-    "while",
-    "conditional",
-    "optimization-barrier",
-    "opt-barrier",
-    "call",
-)
-_IN_ORDER = (
-    *BY_ELEMENT,
-    *_UNNOTED,
-    *("reshape", "bitcast", "slice", "parameter", "reduce-scatter", "all-reduce", "broadcast", "collective-permute"),
-)
+_UNNOTED = ("fusion", "get-tuple-element", "while", "conditional", "optimization-barrier", "opt-barrier", "call")
+_IN_ORDER = (*BY_ELEMENT, *_UNNOTED, "reshape", "bitcast", "transpose", "slice", "broadcast", "parameter")
+_IN_ORDER += ("reduce-scatter", "all-reduce", "collective-permute")
 """These keep the elements of an array in their order."""
 
 
@@ -342,7 +331,10 @@ class Walk:
         if kind == "all-gather":
             return self._by_part(value, lambda part: _collectives.gathered(part, dim, groups))
         if kind == "all-to-all":
-            return self._by_part(value, lambda part: _collectives.exchanged(part, dim, groups))
+            order = major_to_minor(line.shape)  # a dim of one element is where it is in memory
+            value = _rules.transposed(value, order)
+            stored = self._by_part(value, lambda part: _collectives.exchanged(part, order.index(dim), groups))
+            return _rules.transposed(stored, tuple(map(order.index, range(len(order)))))
         at, n = _collectives.position_in_group(groups), len(groups[0])
         return self._by_part(value, lambda part: _collectives.block(self._reduced(line, part, groups), dim, at, n))
 

@@ -7,36 +7,9 @@ from shardopt.hlo.proof._value import Factor, Unproved, Value, is_constant_along
 
 Apply = Callable[[Line, Sequence[Value], int], Value]
 
-BY_ELEMENT = {
-    "add",
-    "subtract",
-    "multiply",
-    "divide",
-    "maximum",
-    "minimum",
-    "negate",
-    "convert",
-    "copy",
-    "select",
-    "compare",
-    "and",
-    "or",
-    "not",
-    "abs",
-    "sign",
-    "sqrt",
-    "rsqrt",
-    "exponential",
-    "log",
-    "tanh",
-    "power",
-    "floor",
-    "ceil",
-    "round-nearest-even",
-    "clamp",
-    "reduce-precision",
-    "is-finite",
-}
+BY_ELEMENT = ("add", "subtract", "multiply", "divide", "maximum", "minimum", "negate", "convert", "copy", "select")
+BY_ELEMENT += ("compare", "and", "or", "not", "abs", "sign", "sqrt", "rsqrt", "exponential", "log", "tanh", "power")
+BY_ELEMENT += ("floor", "ceil", "round-nearest-even", "clamp", "reduce-precision", "is-finite")
 
 
 def as_parts(values: Sequence[Value], dim: int, line: Line) -> Value:

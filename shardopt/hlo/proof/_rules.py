@@ -10,6 +10,7 @@ from shardopt.hlo.proof._lines import Line, dtype_of, major_to_minor, numbers
 from shardopt.hlo.proof._lookup import masked
 from shardopt.hlo.proof._numbers import evaluate, known
 from shardopt.hlo.proof._value import (
+    INPUT,
     REDUCTIONS,
     Dim,
     Factor,
@@ -20,6 +21,7 @@ from shardopt.hlo.proof._value import (
     Wrong,
     added,
     all_multiples,
+    cut_beside,
     determines,
     is_constant_along,
     is_whole,
@@ -208,7 +210,7 @@ def _reshape(line: Line, values: Sequence[Value], devices: int) -> Value:
 def reshaped(value: Value, shape: tuple[int, ...]) -> Value:
     """Return a value in another shape."""
     factors = [factor for dim in value.dims for factor in dim]
-    return Value(shape, split_dims(factors, shape), value.hidden, value.constant, fill=value.fill)
+    return Value(shape, split_dims(factors, shape), placed(value).hidden, value.constant, fill=value.fill)
 
 
 def bitcast(value: Value, source: str, target: str, shape: tuple[int, ...]) -> Value:
@@ -229,14 +231,25 @@ def _transpose(line: Line, values: Sequence[Value], devices: int) -> Value:
 
 def transposed(value: Value, permutation: tuple[int, ...]) -> Value:
     """Return a value with its dims permuted."""
+    value = placed(value)
     moved = [dim for dim in permutation if value.shape[dim] != 1]
-    same = moved == sorted(moved)
+    tails = [moved[i:] for i in range(len(moved) + 1) if sorted(moved[i:]) == sorted(moved)[i:]]
+    kept = [math.prod(value.shape[dim] for dim in tail) for tail in tails]
     return value._replace(
         shape=tuple(value.shape[dim] for dim in permutation),
         dims=tuple(value.dims[dim] for dim in permutation),
-        hidden=value.hidden if same else tuple(h._replace(minor=-1) for h in value.hidden),
+        hidden=tuple(h if h.minor in kept else h._replace(minor=-1) for h in value.hidden),
         data=None,
     )
+
+
+def placed(value: Value) -> Value:
+    """Return a value whose one element of a dim of the arguments is at its only dim of one element."""
+    elements = [h for h in value.hidden if h.kind == "dim"]
+    if value.shape.count(1) != 1 or len(elements) != 1 or elements[0].origin != INPUT or elements[0].minor >= 0:
+        return value
+    minor = math.prod(value.shape[value.shape.index(1) :])
+    return value._replace(hidden=tuple(h._replace(minor=minor) if h in elements else h for h in value.hidden))
 
 
 def _reverse(line: Line, values: Sequence[Value], devices: int) -> Value:
@@ -257,15 +270,8 @@ def _slice(line: Line, values: Sequence[Value], devices: int) -> Value:
         count = len(range(start, stop, stride))
         if count != size:
             dims[dim] = _sliced(value.dims[dim], size, count, start, stride)
-    kept = tuple(h._replace(minor=_minor_after(h.minor, value.shape, line.dims)) for h in value.hidden)
-    result, hidden = _elements_to_hidden(dims, kept, devices)
+    result, hidden = _elements_to_hidden(dims, cut_beside(value, line.dims), devices)
     return Value(line.dims, result, hidden, fill=value.fill)
-
-
-def _minor_after(minor: int, shape: tuple[int, ...], sliced: tuple[int, ...]) -> int:
-    """Return how many elements of a sliced array are to the right of a hidden dim."""
-    places = (dim for dim in range(len(shape) + 1) if math.prod(shape[dim:]) == minor)
-    return next((math.prod(sliced[dim:]) for dim in places), -1)
 
 
 def _sliced(dim: Dim, size: int, count: int, start: int, stride: int) -> Dim:
@@ -468,43 +474,11 @@ def _check_heads(value: Value, other: Value, common: Sequence[int]) -> None:
                     raise Unproved(AMBIGUOUS)
 
 
-_ELEMENTWISE = [
-    "exponential",
-    "exponential-minus-one",
-    "log",
-    "log-plus-one",
-    "tanh",
-    "logistic",
-    "sqrt",
-    "rsqrt",
-    "cbrt",
-    "power",
-    "sine",
-    "cosine",
-    "tan",
-    "abs",
-    "sign",
-    "floor",
-    "ceil",
-    "round-nearest-even",
-    "round-nearest-afz",
-    "is-finite",
-    "not",
-    "xor",
-    "compare",
-    "atan2",
-    "remainder",
-    "shift-left",
-    "shift-right-logical",
-    "shift-right-arithmetic",
-    "popcnt",
-    "clz",
-    "erf",
-    "clamp",
-    "mulhi",
-    "stochastic-convert",
-    "bitcast-convert",
-]
+_ELEMENTWISE = ("exponential", "exponential-minus-one", "log", "log-plus-one", "tanh", "logistic", "sqrt", "rsqrt")
+_ELEMENTWISE += ("cbrt", "power", "sine", "cosine", "tan", "abs", "sign", "floor", "ceil", "round-nearest-even")
+_ELEMENTWISE += ("round-nearest-afz", "is-finite", "not", "xor", "compare", "atan2", "remainder", "shift-left")
+_ELEMENTWISE += ("shift-right-logical", "shift-right-arithmetic", "popcnt", "clz", "erf", "clamp", "mulhi")
+_ELEMENTWISE += ("stochastic-convert", "bitcast-convert")
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE, _nonlinear),
     **dict.fromkeys(["add", "subtract", "complex"], _linear),

@@ -6,6 +6,7 @@ one element, or a choice by the number of the device.
 """
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -403,6 +404,12 @@ def with_element(hidden: tuple[Hidden, ...], element: Hidden) -> tuple[Hidden, .
     if any(partition(h.at) is partition(element.at) and h.kind != "device" for h in hidden):
         raise Unproved("each device takes its own element of a value that differs between the same devices already.")
     return merged_hidden([(*hidden, element)])
+
+
+def cut_beside(value: Value, shape: tuple[int, ...]) -> tuple[Hidden, ...]:
+    """Return the coordinates of a value after its dims are cut to a shape: other elements are to their right."""
+    minors = {math.prod(value.shape[dim:]): math.prod(shape[dim:]) for dim in range(len(shape) + 1)}
+    return tuple(h._replace(minor=minors.get(h.minor, -1)) for h in value.hidden)
 
 
 def merged_hidden(values: Iterable[tuple[Hidden, ...]]) -> tuple[Hidden, ...]:
