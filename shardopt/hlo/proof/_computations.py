@@ -38,6 +38,8 @@ _UNNOTED = ("fusion", "get-tuple-element", "while", "conditional", "optimization
 _IN_ORDER = (*BY_ELEMENT, *_UNNOTED, "reshape", "bitcast", "transpose", "slice", "broadcast", "parameter")
 _IN_ORDER += ("reduce-scatter", "all-reduce", "collective-permute")
 """These keep the elements of an array in their order."""
+_MOVES = ("collective-permute", "slice", "copy", THROUGH)
+"""These hand on some elements of an array."""
 
 
 class Walk:
@@ -239,16 +241,18 @@ class Walk:
     def _joined(self, line: Line, lines: dict[str, Line], values: dict[str, Result]) -> Value:
         """Return a concatenation, with the interval that each device joins if its pieces are of one value."""
         result, (dim,) = values[line.name], line.integers("dimensions")
+        if _faults([values[name] for name in line.operands]) or not (result.faults or result.parts):
+            return result
         names, senders, starts = zip(*(self._piece(name, dim, lines) for name in line.operands), strict=True)
         value, sizes = values[names[0]], [lines[name].dims[dim] for name in line.operands]
-        if len(set(names)) > 1 or not isinstance(value, Value) or value.faults or not (result.faults or result.parts):
+        if len(set(names)) > 1 or not isinstance(value, Value):
             return result
         return result._replace(note=window(value, dim, np.stack(senders), np.array(starts), np.array(sizes)))
 
     def _piece(self, name: str, dim: int, lines: dict[str, Line]) -> tuple[str, np.ndarray, int]:
         """Return of which value an operand is a piece, from which devices it comes, and where it starts."""
         senders, start = np.arange(self.devices), 0
-        while len((line := lines[name]).operands) == 1 and line.opcode in ("collective-permute", "slice", THROUGH):
+        while len((line := lines[name]).operands) == 1 and line.opcode in _MOVES:
             if line.opcode == "collective-permute":
                 senders = np.where(senders < 0, -1, self._senders(line)[senders])
             elif line.opcode == "slice":
@@ -331,10 +335,7 @@ class Walk:
         if kind == "all-gather":
             return self._by_part(value, lambda part: _collectives.gathered(part, dim, groups))
         if kind == "all-to-all":
-            order = major_to_minor(line.shape)  # a dim of one element is where it is in memory
-            value = _rules.transposed(value, order)
-            stored = self._by_part(value, lambda part: _collectives.exchanged(part, order.index(dim), groups))
-            return _rules.transposed(stored, tuple(map(order.index, range(len(order)))))
+            return self._by_part(value, lambda part: _exchanged(part, dim, groups, major_to_minor(line.shape)))
         at, n = _collectives.position_in_group(groups), len(groups[0])
         return self._by_part(value, lambda part: _collectives.block(self._reduced(line, part, groups), dim, at, n))
 
@@ -395,6 +396,12 @@ _IDENTITIES = (
     "LayoutConstraint",
     "AssumeGatherIndicesInBound",
 )
+
+
+def _exchanged(value: Value, dim: int, groups: Groups, order: tuple[int, ...]) -> Value:
+    """Return the result of an all-to-all of an array in memory, where an element of a dim is to the left of others."""
+    stored = _collectives.exchanged(_rules.transposed(value, order), order.index(dim), groups)
+    return _rules.transposed(stored, tuple(map(order.index, range(len(order)))))
 
 
 def _reordered(value: Value) -> Value:

@@ -38,7 +38,7 @@ def by_parts(line: Line, values: Sequence[Value], devices: int, apply: Apply) ->
             results.append(apply(part_line, [column[i] for column in columns], devices))
         return Value(line.dims, value.dims, parts=tuple(results))
     if line.opcode == "slice":
-        if any(bound != (0, n, 1) for i, (bound, n) in enumerate(zip(line.bounds, value.shape)) if i != dim):
+        if any(line.bounds[i] != (0, size, 1) for i, size in enumerate(value.shape) if i != dim):
             raise Unproved("it slices a bucket along another dim.")
         start, stop, stride = line.bounds[dim]
         return sliced(value, start, stop, line, devices, apply) if stride == 1 else _refuse(line)

@@ -3,6 +3,7 @@
 The programs by hand are proved twice: alone, and next to the program that XLA was given.
 """
 
+import re
 import warnings
 
 import jax
@@ -342,6 +343,120 @@ def test_rows_of_one_element_that_are_joined_behind_each_other_are_a_dim():
     columns = changed(changed(columns, "s32[1,20]", "s32[20,1]"), "dimensions={1}", "dimensions={0}")
     (unknown,) = proof_of(columns).unknown  # the columns are not in the order of the array
     assert (unknown.instruction, "whether along that dim is unknown" in unknown.reason) == ("all", True)
+
+
+HALO = """ENTRY %main (x: f32[2,8], w: f32[2,16]) -> f32[2,16] {
+  %x = f32[2,8]{1,0} parameter(0), sharding={devices=[4,1]<=[4]}
+  %w = f32[2,16]{1,0} parameter(1), sharding={devices=[4,1]<=[4]}
+  %y = f32[2,16]{1,0} tanh(%w)
+  %g = f32[8,16]{1,0} dot(%x, %y), lhs_contracting_dims={0}, rhs_contracting_dims={0}
+  %nothing = f32[] constant(0)
+  %padded = f32[16,16]{1,0} pad(%g, %nothing), padding=0_8x0_0
+  %tiles = f32[4,16]{1,0} reduce-scatter(%padded), replica_groups={{0,1,2,3}}, use_global_device_ids=true, channel_id=1, dimensions={0}, to_apply=%sum
+  %end = f32[2,16]{1,0} slice(%tiles), slice={[2:4], [0:16]}
+  %second = f32[2,16]{1,0} collective-permute(%end), channel_id=2, source_target_pairs={{0,2},{1,3}}
+  %start = (f32[4,16]{1,0}, f32[4,16]{1,0}) collective-permute-start(%tiles), channel_id=3, source_target_pairs={{0,1},{1,2},{2,3}}
+  %first = f32[4,16]{1,0} collective-permute-done(%start)
+  %joined = f32[10,16]{1,0} concatenate(%second, %first, %tiles), dimensions={0}
+  %id = u32[] partition-id()
+  %step = u32[] constant(2)
+  %shift = u32[] multiply(%id, %step)
+  %six = u32[] constant(6)
+  %place = u32[] subtract(%six, %shift)
+  %zero = u32[] constant(0)
+  %mine = f32[2,16]{1,0} dynamic-slice(%joined, %place, %zero), dynamic_slice_sizes={2,16}
+  ROOT %r = f32[2,16]{1,0} add(%w, %mine)
+}
+"""
+WRITTEN_HALO = """ENTRY %main (x: f32[8,8], w: f32[8,16]) -> f32[8,16] {
+  %x = f32[8,8]{1,0} parameter(0)
+  %w = f32[8,16]{1,0} parameter(1)
+  %y = f32[8,16]{1,0} tanh(%w)
+  %g = f32[8,16]{1,0} dot(%x, %y), lhs_contracting_dims={0}, rhs_contracting_dims={0}
+  ROOT %r = f32[8,16]{1,0} add(%w, %g)
+}
+"""
+
+
+def test_a_block_of_what_neighbours_join_is_derived():
+    assert proof_of(HALO, ROWS).verdict == "derived"
+    assert proof_of(HALO, ROWS, WRITTEN_HALO).verdict == "proved"
+    columns = re.sub(r"f32\[(\d+),16\]", r"f32[16,\1]", HALO)  # the same along the last dim
+    for before, after in [
+        ("parameter(1), sharding={devices=[4,1]", "parameter(1), sharding={devices=[1,4]"),
+        ("dot(%x, %y), lhs_contracting_dims={0}", "dot(%y, %x), lhs_contracting_dims={1}"),
+        ("padding=0_8x0_0", "padding=0_0x0_8"),
+        (", dimensions={0}", ", dimensions={1}"),
+        ("[2:4], [0:16]", "[0:16], [2:4]"),
+        ("%place, %zero), dynamic_slice_sizes={2,16}", "%zero, %place), dynamic_slice_sizes={16,2}"),
+    ]:
+        columns = changed(columns, before, after)
+    assert proof_of(columns, "{devices=[1,4]<=[4]}").verdict == "derived"
+    assert proof_of(changed(columns, "constant(6)", "constant(5)"), "{devices=[1,4]<=[4]}").verdict == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "instruction"),
+    [
+        ("{{0,2},{1,3}}", "{{0,2},{2,3}}", "joined"),  # another sender
+        ("{{0,2},{1,3}}", "{{0,2}}", "joined"),  # a device gets zeros
+        ("{{0,1},{1,2},{2,3}}", "{{1,0},{2,1},{3,2}}", "joined"),
+        ("[2:4]", "[1:3]", "joined"),
+        ("(%second, %first, %tiles)", "(%first, %second, %tiles)", "joined"),
+        ("(%second, %first, %tiles)", "(%second, %tiles, %first)", "joined"),
+        ("collective-permute-done(%start)", "negate(%tiles)", "joined"),  # of another value
+        ("constant(6)", "constant(5)", "mine"),
+        ("constant(6)", "constant(8)", "mine"),
+        ("constant(2)", "constant(1)", "mine"),
+        ("subtract(%six, %shift)", "subtract(%shift, %six)", "mine"),
+    ],
+)
+def test_a_block_of_pieces_that_are_no_neighbours_is_not_derived(before, after, instruction):
+    text = changed(HALO, before, after)
+    proof = proof_of(text, ROWS)
+    assert (proof.verdict, [unknown.instruction for unknown in proof.unknown]) == ("unknown", [instruction])
+    assert proof_of(text, ROWS, WRITTEN_HALO).verdict == "wrong"
+
+
+EXCHANGE = """ENTRY %main (x: f32[1,4,16], w: f32[16,16]) -> f32[4,4,4] {
+  %x = f32[1,4,16]{2,1,0} parameter(0), sharding={devices=[4,1,1]<=[4]}
+  %w = f32[16,16]{1,0} parameter(1), sharding={replicated}
+  %y = f32[1,4,16]{2,1,0} dot(%x, %w), lhs_contracting_dims={2}, rhs_contracting_dims={0}
+  %columns = f32[4,4,4]{2,1,0} reshape(%y)
+  %sent = f32[4,4,4]{2,1,0} transpose(%columns), dimensions={1,2,0}
+  %received = f32[4,4,4]{2,1,0} all-to-all(%sent), replica_groups={{0,1,2,3}}, channel_id=1, dimensions={0}
+  ROOT %r = f32[4,4,4]{2,1,0} transpose(%received), dimensions={0,2,1}
+}
+"""
+IN_MEMORY = """ENTRY %main (x: f32[1,4,16], w: f32[16,16]) -> f32[4,4,4] {
+  %x = f32[1,4,16]{2,1,0} parameter(0), sharding={devices=[4,1,1]<=[4]}
+  %w = f32[16,16]{1,0} parameter(1), sharding={replicated}
+  %y = f32[1,4,16]{2,1,0} dot(%x, %w), lhs_contracting_dims={2}, rhs_contracting_dims={0}
+  %moved = f32[1,4,16]{1,2,0} copy(%y)
+  %sent = f32[4,4,4]{0,2,1} bitcast(%moved)
+  %received = f32[4,4,4]{0,2,1} all-to-all(%sent), replica_groups={{0,1,2,3}}, channel_id=1, dimensions={1}
+  ROOT %r = f32[4,4,4]{1,2,0} bitcast(%received)
+}
+"""
+WRITTEN_EXCHANGE = """ENTRY %main (x: f32[4,4,16], w: f32[16,16]) -> f32[4,4,16] {
+  %x = f32[4,4,16]{2,1,0} parameter(0)
+  %w = f32[16,16]{1,0} parameter(1)
+  ROOT %y = f32[4,4,16]{2,1,0} dot(%x, %w), lhs_contracting_dims={2}, rhs_contracting_dims={0}
+}
+"""
+
+
+@pytest.mark.parametrize(("text", "dim"), [(EXCHANGE, 0), (IN_MEMORY, 1)])
+def test_an_all_to_all_behind_a_transpose_is_derived_along_one_dim(text, dim):
+    split = "{devices=[1,1,4]<=[4]}"
+    assert proof_of(text, split).verdict == "derived"
+    assert proof_of(text, split, WRITTEN_EXCHANGE).verdict == "proved"
+    for other in {0, 1, 2} - {dim}:
+        wrong = changed(text, f"channel_id=1, dimensions={{{dim}}}", f"channel_id=1, dimensions={{{other}}}")
+        (unknown,) = proof_of(wrong, split).unknown
+        assert (unknown.instruction, "whether along that dim is unknown" in unknown.reason) == ("received", True)
+        assert proof_of(wrong, split, WRITTEN_EXCHANGE).verdict == "wrong"
+    assert problem_of(changed(text, "{{0,1,2,3}}", "{{1,0,2,3}}"), split).instruction == "received"
 
 
 def test_a_kernel_without_communication_is_a_function_of_whole_dims():
