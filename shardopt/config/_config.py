@@ -263,5 +263,6 @@ def configure(
     """Return the config of a strategy from the options that its user passed."""
     fields = {OPTIONS[name].field or name: value for name, value in options.items()}
     if "min_shard_elements" in fields and fields["min_shard_elements"] is None:
-        fields["min_shard_elements"] = default_min_shard_elements(mesh.devices.flat[0].platform)
+        platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else ""  # no Mesh is refused below
+        fields["min_shard_elements"] = default_min_shard_elements(platform)
     return StrategyConfig(strategy, mesh, placement, LossOptions(loss_fn), UpdateOptions(tx)).replace(**fields)

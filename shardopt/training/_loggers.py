@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from importlib import import_module
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -78,7 +77,9 @@ def tensorboard(directory: str | os.PathLike[str]) -> Log:
         raise ValueError(format_error("tensorboard", f"{str(folder)!r} is a file.", fix="name a folder."))
 
     def start(step: int) -> OpenedLog:
-        writer = import_module("tensorboardX").SummaryWriter(str(folder), purge_step=step)
+        from tensorboardX import SummaryWriter  # an extra
+
+        writer = SummaryWriter(str(folder), purge_step=step)
 
         def log(step: int, metrics: Mapping[str, float]) -> None:
             for name, value in metrics.items():

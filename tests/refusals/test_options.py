@@ -118,6 +118,8 @@ WRONG = {
 }
 """Type of an option -> (bad input, error, message); ... stands for any text."""
 
+WRONG[int | None] = WRONG[int]
+
 OFFLOAD_FIX = "Fix: use offload=('opt_state',), or leave it out."
 WRONG_BY_NAME = {
     "offload": [

@@ -12,7 +12,7 @@ from shardopt.core._errors import CheckpointError
 LONGEST = 20
 """Seconds after which an input counts as one that hangs."""
 
-COUNTS = [30, pytest.param(10_000, marks=pytest.mark.slow)]
+COUNTS = [100, pytest.param(10_000, marks=pytest.mark.slow)]
 """Inputs in a normal run, the same ones each time, and in one that looks for new ones."""
 
 

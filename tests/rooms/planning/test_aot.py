@@ -152,7 +152,7 @@ def test_a_program_that_jaxlib_cannot_read_back_says_so():
             raise RuntimeError("INTERNAL: RET_CHECK failure async-update instruction should have 1 operands but sees 2")
 
     with pytest.raises(
-        RuntimeError, match=r"^aot: jax [\d.]+ cannot read the program for v5p:2x2x1 back: async-update"
+        RuntimeError, match=r"^aot: jaxlib [\d.]+ cannot read the program for v5p:2x2x1 back: async-update"
     ):
         _compile(Lowered(), "v5p:2x2x1", HARDWARE["v5p"])
 
@@ -164,9 +164,9 @@ def test_a_program_that_jaxlib_cannot_read_back_says_so():
 def test_tpu7x_needs_a_jaxlib_that_reads_its_programs(jax_version, libtpu, refused, monkeypatch):
     monkeypatch.setattr(aot_module, "topology_devices", lambda topology, num_slices: list(jax.devices()[:1]))
     monkeypatch.setattr(jax, "__version_info__", jax_version)
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"libtpu": libtpu}[name])
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"libtpu": libtpu, "jaxlib": "0.10.2"}[name])
     problem = (
-        rf"^aot: jax [\d.]+ cannot read a program of libtpu {libtpu} for tpu7x back: .*\nFix: install jax 0\.11 or"
+        rf"^aot: jaxlib [\d.]+ cannot read a program of libtpu {libtpu} for tpu7x back: .*\nFix: install jax 0\.11 or"
     )
     expected = (RuntimeError, problem) if refused else (TypeError, "make must return a ShardedOptimizer")
     with pytest.raises(expected[0], match=expected[1]):

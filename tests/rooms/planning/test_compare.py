@@ -39,7 +39,7 @@ def recorded(tmp_path_factory):
 def test_a_recorded_profile_beside_a_plan(recorded):
     folder, opt, state, batch = recorded
     workload = trace(MODEL, jax.eval_shape(lambda: state.params), batch, rules=RULES)
-    prediction = predict(workload, Layout(data=4, tensor=2), hardware=HARDWARE["v5e"], batch_size=8)
+    prediction = predict(workload, Layout(data=4, tensor=2), hardware=HARDWARE["h100"], batch_size=8)
     compared = compare(folder, prediction, opt.step, state, batch)
     audited = so.audit(opt.step, state, batch).collectives
     calls = {(x.kind, x.axes): sum(y.calls for y in audited if (y.kind, y.axes) == (x.kind, x.axes)) for x in audited}
