@@ -289,8 +289,8 @@ def exchanged(value: Value, dim: int, groups: Groups) -> Value:
     sent = block(value, dim, zeros(devices), n)
     received = gathered(sent, dim, groups)
     # the block that arrives is the one with the receiver's number: gathering saw block 0 of every device
-    kept = tuple(h for h in value.hidden if not _varying(h.at, groups))
-    own = block(value._replace(hidden=kept), dim, position_in_group(groups), n)
+    common = value._replace(hidden=tuple(h for h in value.hidden if not _varying(h.at, groups)))
+    own = block(common, dim, position_in_group(groups), n)
     return _moved_block(received, sent, own, dim, size, groups)
 
 

@@ -250,7 +250,7 @@ class Walk:
         return result._replace(note=window(value, dim, np.stack(senders), np.array(starts), np.array(sizes)))
 
     def _piece(self, name: str, dim: int, lines: dict[str, Line]) -> tuple[str, np.ndarray, int]:
-        """Return of which value an operand is a piece, from which devices it comes, and where it starts."""
+        """Return the name of the value that an operand is a piece of, the devices that send it, and where it starts."""
         senders, start = np.arange(self.devices), 0
         while len((line := lines[name]).operands) == 1 and line.opcode in _MOVES:
             if line.opcode == "collective-permute":

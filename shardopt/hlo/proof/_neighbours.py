@@ -20,7 +20,7 @@ def window(value: Value, dim: int, senders: np.ndarray, starts: np.ndarray, size
     Elements outside of the dim are anything: no device sends them.
 
     Args:
-      value: the value, of which each device holds a piece.
+      value: the value. Each device holds a piece.
       dim: the dim along which pieces are joined.
       senders: the device that each piece comes from, `[pieces, devices]`; -1 for none.
       starts: where each piece starts in the sender's piece of the dim.
@@ -32,11 +32,13 @@ def window(value: Value, dim: int, senders: np.ndarray, starts: np.ndarray, size
     places = factor.at.array[senders] + (starts - offsets)[:, None]
     at = np.where(has_sender, places, NOWHERE).max(0)
     low, high = at + offsets[:, None], at + (offsets + sizes)[:, None]
-    others = [f.at for i, factors in enumerate(value.dims) for f in factors if i != dim] + [h.at for h in value.hidden]
+    coordinates = [f.at for i, factors in enumerate(value.dims) for f in factors if i != dim] + [
+        h.at for h in value.hidden
+    ]
     if (
         factor.size <= factor.local
         or not np.where(has_sender, places == at, (high <= 0) | (low >= factor.size)).all()
-        or any((other.array[senders] != other.array)[has_sender].any() for other in others)
+        or any((at_of.array[senders] != at_of.array)[has_sender].any() for at_of in coordinates)
     ):
         return None
     joined = Factor(int(sizes.sum()), factor.size, Positions.of(at))
@@ -46,7 +48,7 @@ def window(value: Value, dim: int, senders: np.ndarray, starts: np.ndarray, size
 
 
 def block_of(line: Line, interval: Value, indices: Sequence[Value], devices: int) -> Value:
-    """Return the rule of a dynamic slice of an interval: the blocks are those of the first elements of the dim."""
+    """Return the rule of a dynamic slice of an interval: the slices are the blocks of a dim, from its first element on."""
     cut = [dim for dim, size in enumerate(line.dims) if size != interval.shape[dim]]
     starts = starts_of(indices[cut[0]], devices) if len(cut) == 1 else None
     (factor,) = interval.dims[cut[0]]

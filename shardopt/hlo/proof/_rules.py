@@ -234,11 +234,11 @@ def transposed(value: Value, permutation: tuple[int, ...]) -> Value:
     value = placed(value)
     moved = [dim for dim in permutation if value.shape[dim] != 1]
     tails = [moved[i:] for i in range(len(moved) + 1) if sorted(moved[i:]) == sorted(moved)[i:]]
-    kept = [math.prod(value.shape[dim] for dim in tail) for tail in tails]
+    minors = [math.prod(value.shape[dim] for dim in tail) for tail in tails]
     return value._replace(
         shape=tuple(value.shape[dim] for dim in permutation),
         dims=tuple(value.dims[dim] for dim in permutation),
-        hidden=tuple(h if h.minor in kept else h._replace(minor=-1) for h in value.hidden),
+        hidden=tuple(h if h.minor in minors else h._replace(minor=-1) for h in value.hidden),
         data=None,
     )
 

@@ -123,9 +123,8 @@ class Value(NamedTuple):
       faults: why it is wrong or unknown; its dims then say nothing.
       parts: pieces along the last dim if they have different layouts; `dims` then say nothing.
       sums: the groups over which the value is a sum that is complete: a sum over them again would count it twice.
-      note: what is known about its numbers, for lookups in a table of which each device holds some rows; or the
-        interval of a dim that each device joined from its neighbours' pieces, of which elements outside of the dim are
-        anything.
+      note: what is known about its numbers, for lookups in a table of which each device holds some rows. Or the value with
+        the interval of a dim that each device joined from pieces of its neighbours.
     """
 
     shape: tuple[int, ...]

@@ -368,6 +368,7 @@ HALO = """ENTRY %main (x: f32[2,8], w: f32[2,16]) -> f32[2,16] {
   ROOT %r = f32[2,16]{1,0} add(%w, %mine)
 }
 """
+START = "%start = (f32[4,16]{1,0}, f32[4,16]{1,0}) collective-permute-start(%tiles)"
 WRITTEN_HALO = """ENTRY %main (x: f32[8,8], w: f32[8,16]) -> f32[8,16] {
   %x = f32[8,8]{1,0} parameter(0)
   %w = f32[8,16]{1,0} parameter(1)
@@ -404,7 +405,7 @@ def test_a_block_of_what_neighbours_join_is_derived():
         ("[2:4]", "[1:3]", "joined"),
         ("(%second, %first, %tiles)", "(%first, %second, %tiles)", "joined"),
         ("(%second, %first, %tiles)", "(%second, %tiles, %first)", "joined"),
-        ("collective-permute-done(%start)", "negate(%tiles)", "joined"),  # of another value
+        (START, "%other = f32[4,16]{1,0} negate(%tiles)\n  " + START.replace("(%tiles)", "(%other)"), "joined"),
         ("constant(6)", "constant(5)", "mine"),
         ("constant(6)", "constant(8)", "mine"),
         ("constant(2)", "constant(1)", "mine"),
