@@ -3,13 +3,14 @@
 import inspect
 import pydoc
 import re
-import types
 from typing import Unpack, get_args, get_type_hints
+from unittest.mock import Mock
 
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh
 
 import shardopt as so
 from shardopt.config._config import PLACEMENTS, RECORD_OF, PlacementName, StrategyConfig, configure
@@ -116,7 +117,7 @@ def test_the_command_line_and_hybrid_name_the_same_placements():
 
 @pytest.mark.parametrize(("platform", "elements"), [("tpu", 2**14), ("gpu", 2**10), ("cpu", 2**10)])
 def test_small_leaves_stay_whole_up_to_a_size_of_the_platform(platform, elements):
-    mesh = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform=platform)]))
+    mesh = Mock(spec=Mesh, devices=np.array([Mock(platform=platform)]))
 
     def size(value):
         options = {"min_shard_elements": value}
