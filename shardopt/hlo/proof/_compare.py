@@ -32,7 +32,7 @@ TOLERANCE = 1e-6
 """Results are equal up to so much of their largest number."""
 SMALLEST = 1e-3
 """A result whose numbers are smaller than this may be zero up to rounding, and is compared with this."""
-MAX_NUMBERS = 1 << 27
+MAX_NUMBERS = 1 << 28
 """A program is interpreted if it computes at most so many numbers, on all devices together and in all turns of loops."""
 DRAWS = (1.0, 0.05)
 """Arguments are drawn so often, each time with numbers of this size: clipping takes both of its branches."""
