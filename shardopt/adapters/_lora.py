@@ -136,8 +136,7 @@ class Lora:
             spec = spec.codes if isinstance(spec, QuantizedWeight) else spec
             return sharding_of_weight(opt, spec, leaf)
 
-        is_weight = lambda node: _is_low_rank(node) or isinstance(node, PartitionSpec)  # noqa: E731
-        shardings = jax.tree.map(sharding_of_base, specs, model.abstract_params, is_leaf=is_weight)
+        shardings = jax.tree.map(sharding_of_base, specs, model.abstract_params, is_leaf=_is_low_rank)
         weights = model.load_params(shardings, progress=progress)
         return opt.init(jax.jit(self.init)(weights, adapter_key), step_key)
 
@@ -164,7 +163,7 @@ class Lora:
 
         Raises:
           ModuleNotFoundError: if safetensors is not installed.
-          ValueError: if peft has no form for a weight, such as those of experts.
+          ValueError: if peft has no form for a weight, such as the weight of an expert.
 
         A tensor that joins queries, keys and values has one A and one B in peft, and an A and a B for each here. If the A are
         not equal, the module has the sum of their ranks in the files.

@@ -54,17 +54,17 @@ class Module(NamedTuple):
         return f"{_PREFIX}{self.name}.lora_A.weight", f"{_PREFIX}{self.name}.lora_B.weight"
 
     def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of A and B in a file in which the module has this rank."""
+        """Return the shapes of A and B in a file. There the module has this rank."""
         shape = tensor_shape(self.places)
         outputs, inputs = shape if self.places[0].transposed else shape[::-1]
         return dict(zip(self.names, ((rank, inputs), (outputs, rank)), strict=True))
 
     def in_file(self, factors: Factors) -> dict[str, np.ndarray]:
         """Return A [rank, inputs] and B [outputs, rank] as peft stores them."""
-        first, *others = (lora_a for _, lora_a, _ in self._adapters(factors))
-        is_shared = all(np.array_equal(first, lora_a) for lora_a in others)
-        rank = first.shape[-1] * (1 if is_shared else 1 + len(others))
-        tensors = {name: np.zeros(shape, first.dtype) for name, shape in self.shapes(rank).items()}
+        matrices = [lora_a for _, lora_a, _ in self._adapters(factors)]
+        is_shared = all(np.array_equal(matrices[0], lora_a) for lora_a in matrices)
+        rank = self.ranks(factors)[0 if is_shared else 1]
+        tensors = {name: np.zeros(shape, matrices[0].dtype) for name, shape in self.shapes(rank).items()}
         for factor, part in self._parts(factors, tensors):
             part[...] = factor
         return tensors
@@ -171,10 +171,10 @@ def _whole(number: float) -> float:
     return int(number) if number == int(number) else number
 
 
-def _short_names(modules: Set[str], others: Set[str]) -> list[str]:
+def _short_names(modules: Set[str], other_modules: Set[str]) -> list[str]:
     """Return the last words of modules, by which peft knows them; their full names if another module ends in the same word."""
     words = {name.rpartition(".")[2] for name in modules}
-    return sorted(modules if any(name.rpartition(".")[2] in words for name in others) else words)
+    return sorted(modules if any(name.rpartition(".")[2] in words for name in other_modules) else words)
 
 
 def check_peft_config(

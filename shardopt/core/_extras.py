@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import re
 
 from shardopt.core._errors import error_text
 
@@ -20,6 +21,11 @@ def version_of(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def version_numbers(version: str | None) -> tuple[int, ...]:
+    """Return the numbers of a version; () if it is unknown, which is older than all."""
+    return tuple(int(number) for number in re.findall(r"\d+", re.split(r"[a-z+]", version or "")[0]))
 
 
 def require(module: str, *, extra: str) -> None:

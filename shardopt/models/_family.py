@@ -139,7 +139,7 @@ def windows(fields: Fields, types: list[str] | None = None) -> dict[str, Any]:
 
 
 def types_of(fields: Fields, period: int) -> list[str]:
-    """Return "layer_types", or else types of which every `period`-th block sees all positions."""
+    """Return "layer_types". By default every `period`-th block sees all positions, and the others have a window."""
     L = fields.size("num_hidden_layers")
     return fields["layer_types"] or [
         "full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(L)

@@ -21,7 +21,7 @@ def _gpt(
     hidden: str = "n_inner",
     length: str = "n_positions",
 ) -> dict[str, Any]:
-    """Return what the GPTs share, by the names of their fields; positions are learned."""
+    """Return the settings that the GPTs share, by the names of their fields; positions are learned."""
     fields.require("scale_attn_weights", None, True)
     max_length = fields.size(length)
     return {

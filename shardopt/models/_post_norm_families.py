@@ -1,4 +1,4 @@
-"""Families with RMS norms after attention and mlp, and those of Gemma."""
+"""Families with RMS norms after attention and mlp, and the Gemma families."""
 
 from typing import Any
 

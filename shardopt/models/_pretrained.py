@@ -115,7 +115,6 @@ class Pretrained:
             lambda spec, leaf: sharding_of_weight(opt, spec, leaf),
             opt.specs(self.abstract_params).params,
             self.abstract_params,
-            is_leaf=lambda x: isinstance(x, PartitionSpec),
         )
         return opt.init(self.load_params(shardings, progress=progress), rng)
 

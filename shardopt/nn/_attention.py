@@ -442,7 +442,7 @@ def _on_each_device(run: Attention, query: Array, key: Array, value: Array, mark
         lambda x: PartitionSpec((row_axes or None) if x.shape[0] == query.shape[0] else None, position_axes or None),
         marks,
     )
-    # one head of keys and values is that of the queries on every device
+    # the queries of every device use a single head of keys and values
     kv_spec = spec if key.shape[2] > 1 else PartitionSpec(row_axes or None, position_axes or None)
     specs = (spec, kv_spec, kv_spec, mark_specs, None if sinks is None else PartitionSpec(head_axes or None))
     region = jax.shard_map(run, in_specs=specs, out_specs=spec, axis_names=auto_axes, check_vma=False)

@@ -1,4 +1,4 @@
-"""What the two kernels of splash attention share: products and masks of a tile, and the memory that they may use."""
+"""Shared parts of the two kernels of splash attention: products and masks of a tile, and the memory that they may use."""
 
 import functools
 from typing import Any

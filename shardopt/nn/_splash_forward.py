@@ -96,7 +96,7 @@ def attend(
 
 
 def _first(i: Any, block: int, rule: Rule, maximum: Any) -> Any:
-    """Return the first block of keys in which some query of block i sees a key."""
+    """Return the number of the first block of keys that some query of block i sees."""
     return 0 if rule.window is None else maximum(i * block - rule.window + 1, 0) // block
 
 

@@ -1,6 +1,5 @@
 """`aot`: compile a training step with the real compilers for TPU and GPU, on a machine that has neither."""
 
-import importlib.metadata
 import math
 import re
 import time
@@ -12,7 +11,7 @@ from jax.sharding import Mesh
 from jax.stages import Compiled, Lowered
 
 from shardopt.core._errors import calling, format_error
-from shardopt.core._extras import version_of
+from shardopt.core._extras import version_numbers, version_of
 from shardopt.core._types import PyTree, abstract, is_array_like
 from shardopt.hlo._collective import Collective
 from shardopt.hlo._program import Memory, argument_padding, audit, inner_product_flops, memory, read_program
@@ -210,11 +209,8 @@ def aot(
 
 def _check_versions() -> None:
     """Refuse jax and libtpu that cannot compile for tpu7x together. By default its collectives run on the SparseCore."""
-    try:
-        version = importlib.metadata.version("libtpu")
-    except importlib.metadata.PackageNotFoundError:
-        return
-    if jax.__version_info__ < (0, 11) and tuple(map(int, re.findall(r"\d+", version)[:3])) >= _UNREADABLE:
+    version = version_of("libtpu")
+    if jax.__version_info__ < (0, 11) and version_numbers(version) >= _UNREADABLE:
         raise _unreadable(f"a program of libtpu {version} for tpu7x")
 
 

@@ -180,7 +180,7 @@ def _jax_kernel(phase: str, line: Instruction) -> tuple[str, int]:
 
 def _our_call(line: Instruction, inputs: list[str], floats: list[tuple[int, ...]], chip: str) -> KernelCall | None:
     """Return the call of a kernel of shardopt; its list of tiles, or its stated flops, tell whether the mask is causal."""
-    query, key, value_width = tuple(floats[0]), tuple(floats[-1]), floats[-1][3]
+    query, key, value_width = floats[0], floats[-1], floats[-1][3]
     (B, H, T, K), G = query, key[1]
     blocks, memory = T // TILE, vmem({"v4": "TPU v4", "v6e": "TPU v6 lite"}.get(chip, chip))
     segments = "_segmented" * any(shape.startswith("s32") and len(_dims(shape)) == 3 for shape in inputs)

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from shardopt.core._errors import format_error
-from shardopt.core._extras import version_of
+from shardopt.core._extras import version_numbers, version_of
 from shardopt.trace._jaxprs import called_jaxprs
 
 _PACKAGES = ("shardopt", "jax", "jaxlib", "libtpu", "optax", "orbax-checkpoint", "numpy")
@@ -132,7 +131,7 @@ def known_errors(
 
     `stores_programs` says whether jax's cache stores programs whose operations XLA:CPU has put in the concurrent order.
     """
-    jaxlib, libtpu = _numbers(versions["jaxlib"]), _numbers(versions["libtpu"])
+    jaxlib, libtpu = version_numbers(versions["jaxlib"]), version_numbers(versions["libtpu"])
 
     def occurs(has_pattern: Callable[[JaxprEqn, bool, bool], bool]) -> bool | None:
         return None if jaxpr is None else any(has_pattern(*row) for row in _equations(jaxpr.jaxpr))
@@ -210,8 +209,3 @@ def _topology(devices: list[Any]) -> str | None:
 def _stores_programs() -> bool:
     is_sequential = f"{_ORDER_FLAG}=false" in os.environ.get("XLA_FLAGS", "")
     return bool(jax.config.values.get("jax_compilation_cache_dir")) and not is_sequential
-
-
-def _numbers(version: str | None) -> tuple[int, ...]:
-    """Return the numbers of a version; () if it is unknown, which is older than all."""
-    return tuple(int(number) for number in re.findall(r"\d+", re.split(r"[a-z+]", version or "")[0]))

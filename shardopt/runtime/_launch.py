@@ -371,11 +371,11 @@ def _check_job(job: Job) -> None:
     counts = {"processes": job.processes, "max-restarts": job.max_restarts, "spares": job.spares}
     if job.min_processes is not None:
         counts["min-processes"] = job.min_processes
-    least = {"max-restarts": 0, "spares": 0}
+    minima = {"max-restarts": 0, "spares": 0}
     problems = [
-        f"--{name} must be at least {least.get(name, 1)}, got {count}"
+        f"--{name} must be at least {minima.get(name, 1)}, got {count}"
         for name, count in counts.items()
-        if count < least.get(name, 1)
+        if count < minima.get(name, 1)
     ]
     if not problems and job.min_processes is not None and job.min_processes > job.processes:
         problems = [f"--min-processes {job.min_processes} is more than --processes {job.processes}"]

@@ -290,8 +290,8 @@ def exchanged(value: Value, dim: int, groups: Groups) -> Value:
     received = gathered(sent, dim, groups)
     # the block that arrives is the one with the receiver's number: gathering saw block 0 of every device
     common = value._replace(hidden=tuple(h for h in value.hidden if not _varying(h.at, groups)))
-    own = block(common, dim, position_in_group(groups), n)
-    return _moved_block(received, sent, own, dim, size, groups)
+    arriving = block(common, dim, position_in_group(groups), n)
+    return _moved_block(received, sent, arriving, dim, size, groups)
 
 
 def _moved_block(received: Value, sent: Value, own: Value, dim: int, size: int, groups: Groups) -> Value:

@@ -210,9 +210,8 @@ def _described(result: int, error: float, site: Site | None) -> Difference:
 
 
 def _refusal(interpreter: Interpreter, reference: Reference) -> str:
-    lines = [line for computation in interpreter.module.computations.values() for line in computation]
-    listed = [arrays(line.shape)[: 1 if any(target in line.rest for target in TARGETS) else None] for line in lines]
-    numbers = sum(math.prod(array_shape(array)) for results in listed for array in results)
+    lines = (line for computation in interpreter.module.computations.values() for line in computation)
+    numbers = sum(math.prod(array_shape(array)) for line in lines for array in _computed(line))
     numbers *= interpreter.replicas * interpreter.partitions
     if numbers > MAX_NUMBERS:
         return f"its instructions compute {numbers:,} numbers, too many to interpret."
@@ -222,6 +221,12 @@ def _refusal(interpreter: Interpreter, reference: Reference) -> str:
     if reference.equal is None:
         return "for drawn arguments, devices that should hold copies hold different numbers."
     return ""
+
+
+def _computed(line: Instruction) -> list[str]:
+    """Return the arrays that an instruction computes; those of cuBLAS after the first one are workspaces."""
+    shapes = arrays(line.shape)
+    return shapes[:1] if any(target in line.rest for target in TARGETS) else shapes
 
 
 def _tells(result: np.ndarray) -> bool:

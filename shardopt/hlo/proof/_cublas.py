@@ -31,7 +31,7 @@ class Gemm(NamedTuple):
 
 
 def read_gemm(attributes: Mapping[str, str]) -> Gemm | None:
-    """Return what a custom call of cuBLAS computes; None for another custom call.
+    """Return the computation of a custom call of cuBLAS; None for another custom call.
 
     Raises:
       ValueError: if it computes more than the product and what `EPILOGUES` lists.

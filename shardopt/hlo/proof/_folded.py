@@ -8,11 +8,11 @@ import numpy as np
 
 from shardopt.hlo._hlo_text import Module
 from shardopt.hlo.proof._interpret import Interpreter
-from shardopt.hlo.proof._interpret_shards import error_between
+from shardopt.hlo.proof._interpret_shards import error_between, read_shape
 
 SHORT = {jnp.dtype("bfloat16"): 2.0**-8, np.dtype(np.float16): 2.0**-11}
 """The spacing of short floats, relative to a number."""
-_FLOAT = re.compile(r"(?P<type>bf16|f16|f32)\[\]")
+_FLOAT = re.compile(r"(bf16|f16|f32)\[\]")
 
 
 def folded_constants(module: Module, written: Module) -> dict[float, float]:
@@ -32,11 +32,9 @@ def _constants(module: Module) -> tuple[set[str], set[float]]:
     types, numbers = set(), set()
     for line in (line for lines in module.computations.values() for line in lines):
         types.add(line.shape.partition("[")[0])
-        if line.opcode == "constant" and (match := _FLOAT.match(line.shape)):
+        if line.opcode == "constant" and _FLOAT.match(line.shape):
             number = float(line.rest.partition(")")[0])
-            numbers.add(
-                float(jnp.dtype({"bf16": "bfloat16", "f16": "float16", "f32": "float32"}[match["type"]]).type(number))
-            )
+            numbers.add(float(read_shape(line.shape).dtype.type(number)))
     return types, numbers
 
 

@@ -92,7 +92,7 @@ def exchange(values: Sequence[np.ndarray], rows: list[list[int]]) -> tuple[np.nd
 
 
 def ragged_all_to_all(values: Sequence[np.ndarray], rows: list[list[int]]) -> np.ndarray:
-    """Return the outputs with what the members of each group send: as many rows, from and to the places, as each says."""
+    """Return the outputs after each member of a group sent its rows to all members; each states the places and the numbers of rows."""
     sent, output, starts, sizes, targets, _ = values
     result = output.copy()
     for members in rows:

@@ -1,4 +1,4 @@
-"""Asynchronous instructions as synchronous ones, the form in which both witnesses read a program.
+"""Asynchronous instructions as synchronous ones. Both witnesses read a program in this form.
 
 `K-start`, `K-update` and `K-done` are one instruction `K`, whatever `K` is: a collective, a copy, a slice or a call. A
 start or an update brings operands, and the instruction runs at the last of them.
