@@ -128,6 +128,7 @@ def test_cores_do_not_race_in_the_backward_kernel(races, monkeypatch):
         np.testing.assert_allclose(first, second, atol=1e-5)
 
 
+@pytest.mark.slow  # shows that the test above can fail
 def test_a_race_is_noticed(races, monkeypatch):
     """Heads of one group add to the same gradients of keys, so cores must not share them."""
     monkeypatch.setattr(splash_backward, "TILE", 128)

@@ -43,6 +43,7 @@ def test_equals_tokens_one_by_one(name, x64):
     assert bool(jnp.any(dropped > 0)) == (name == "capacity")
 
 
+@pytest.mark.slow  # test_equals_tokens_one_by_one, without ties
 def test_ties_and_an_expert_without_tokens(x64):
     args = drawn()
     args["router"] = np.tile(args["router"][:, :1], 8)  # all scores equal: the first two experts of each token
@@ -60,7 +61,7 @@ def test_ties_and_an_expert_without_tokens(x64):
         pytest.param("softmax", {"expert": 2, "data": 2}, True, marks=pytest.mark.slow),
         pytest.param("sigmoid", {"expert": 4}, True, marks=pytest.mark.slow),
         pytest.param("capacity", {"expert": 4}, True, marks=pytest.mark.fast),
-        ("chunk", {"expert": 2, "context": 2}, True),
+        pytest.param("chunk", {"expert": 2, "context": 2}, True, marks=pytest.mark.slow),
         pytest.param("softmax", {"expert": 2, "tensor": 2}, True, marks=pytest.mark.slow),
         ("softmax", {"expert": 2, "data": 2}, False),
     ],
