@@ -151,6 +151,7 @@ def test_equals_one_device_with_the_same_codes(strategy, data, tensor, model, me
     assert any(x.dtype == jnp.uint8 for x in jax.tree.leaves(state.opt_state))
 
 
+@pytest.mark.slow  # rooms/checkpoint restores any state; test_blocks_within_shards is of its places
 def test_codes_are_saved_and_restored_onto_another_mesh(mesh_of, tmp_path):
     params = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
     tx, batch = so.transforms.eight_bit(optax.adam(1e-3), min_elements=1024), np.ones((32, 256), np.float32)
