@@ -56,7 +56,7 @@ def test_in_place_training_goes_on_bit_for_bit(kind, how, strategy_of, trip, ste
     saved, restored = trip(opt, fresh, 3, how)  # the target has seen no parameters
     assert same(restored, saved)
     assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, fresh.abstract_state())
-    rest = new_batches(9, rows=16)[3:]
+    rest = new_batches(5, rows=16)[3:]
     whole = jax.device_put(saved, jax.tree.map(lambda x: x.sharding, restored))
     found, wanted = (jax.device_get(steps_on(fresh, state, rest)[0]) for state in (restored, whole))
     assert same(found, wanted)

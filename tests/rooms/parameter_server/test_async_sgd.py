@@ -49,6 +49,7 @@ def test_in_the_simulator(odd, x64):
     assert result.metrics["seconds"] == 30.0
 
 
+@pytest.mark.slow  # test_on_threads, and test_replay.py with several devices
 def test_on_threads_that_drive_several_devices_each(odd, x64):
     case, batches_of = odd(weighted=True)
     tx = OPTIMIZERS["adamw"]()

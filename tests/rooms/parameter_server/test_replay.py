@@ -57,7 +57,7 @@ def test_threads_with_deaths_and_late_joiners(max_staleness, regression, waiting
     same_bits(replay(result.log, tx, regression.loss_fn, regression.params, regression.batches_of(4)), result.params)
 
 
-@pytest.mark.parametrize("seed", tiered(range(4), lambda seed: seed == 2))
+@pytest.mark.parametrize("seed", tiered(range(4), lambda seed: False))
 def test_threads_with_random_kills(seed, regression):
     """Whoever dies when: the run ends, exactly so many updates are made, and the log explains every bit."""
     draw = np.random.default_rng(seed)

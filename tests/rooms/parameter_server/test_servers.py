@@ -79,9 +79,8 @@ def test_a_global_norm_in_two_phases(regression):
     one = so.async_sgd(plain, regression.loss_fn, workers=here).run(regression.params, batches_of, num_updates=20)
     assert relative_difference(one.params, regression.params) > 0
     assert relative_difference(one.params, result.params) <= 1e-6
-    unclipped = so.async_sgd(optax.sgd(0.1, momentum=0.9), regression.loss_fn, workers=here)
-    other = unclipped.run(regression.params, batches_of, num_updates=20)
-    assert relative_difference(other.params, result.params) > 1e-2  # it did clip
+    first = regression.batches[0]
+    assert np.linalg.norm(2 * first["x"].T @ first["y"] / len(first["y"])) > 1  # the first gradient: it did clip
 
 
 @pytest.mark.parametrize("servers", [1, 2, 4])

@@ -266,6 +266,7 @@ def test_refusals(make, error, message):
     assert str(caught.value) == message
 
 
+@pytest.mark.slow  # test_async_local_sgd.py has deaths and late joiners
 @pytest.mark.parametrize("count", tiered([100, 300], lambda count: count == 100))
 def test_islands_that_come_and_go(count):
     """Rounds of R s in sessions of mean mu: 1 / (exp(R / mu) - 1) each; a push is as late as there are rounds on the way."""

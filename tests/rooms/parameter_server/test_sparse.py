@@ -102,6 +102,7 @@ def test_nothing_touched_is_a_push_too():
     assert state.version == 1
 
 
+@pytest.mark.slow  # test_equal_to_dense compares bytes and parameters
 def test_a_large_table_sends_its_touched_rows_only():
     """100,000 x 64, one row in a hundred: at most 2% of the dense bytes, and the outcome of dense SGD."""
     rows, dim, ids = 100_000, 64, np.random.default_rng(0).choice(100_000, 1_000, replace=False).astype(np.int32)

@@ -124,11 +124,12 @@ def test_it_stops_at_exactly_so_many_updates():
 
 
 def test_the_history_has_every_update_in_order():
+    """More than twice as many as may be in flight, so old ones were fetched before the end."""
     loss_fn = lambda params, batch: (0.0 * params["w"] + batch["x"].mean(), {"twice": 2 * batch["x"].mean()})  # noqa: E731
     batches_of = lambda worker: ({"x": np.full(2, step, np.float32)} for step in range(1000))  # noqa: E731
-    history = run(loss_fn=loss_fn, batches_of=batches_of, workers=2, num_updates=600).metrics["history"]
-    np.testing.assert_array_equal(history["loss"], np.arange(600))
-    np.testing.assert_array_equal(history["twice"], 2 * np.arange(600))
+    history = run(loss_fn=loss_fn, batches_of=batches_of, workers=2, num_updates=300).metrics["history"]
+    np.testing.assert_array_equal(history["loss"], np.arange(300))
+    np.testing.assert_array_equal(history["twice"], 2 * np.arange(300))
 
 
 def test_a_log_that_cannot_be_written_is_noticed_before_the_work(tmp_path):
