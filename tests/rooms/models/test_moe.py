@@ -108,7 +108,7 @@ def strategy(name, mesh, config, **options):
     return make(TX, mesh, moe.model(config), min_shard_elements=8, **how)
 
 
-@pytest.mark.slow  # test_biases_follow_the_loads_of_the_step_before; tests/rooms/nn compares gradients of the layer
+@pytest.mark.slow  # test_biases_follow_the_loads_of_the_step_before
 @pytest.mark.parametrize(("name", "sizes", "changes", "options"), [pytest.param(*row, id=row_id(row)) for row in TABLE])
 def test_trains_as_on_one_device(name, sizes, changes, options, mesh_of, x64):
     config = config_of(**changes)
@@ -187,15 +187,20 @@ def test_the_loss_for_balance_over_the_batch_is_refused_with_micro_batches(mesh_
 
 
 def test_biases_follow_the_loads_of_the_step_before(mesh_of, x64):
-    """On devices that share out rows and experts, whose losses and loads are those of one device."""
+    """On devices that share out rows and experts, whose losses, gradients and loads are those of one device."""
     opt, states = strategy("ddp", mesh_of(expert=2, data=2), SMALL), []
-    of_one_device = jax.jit(moe.model(SMALL).loss_fn)
+    of_one_device = jax.jit(jax.value_and_grad(moe.model(SMALL).loss_fn, has_aux=True))
     state, params = opt.init(params_of(SMALL)), params_of(SMALL)
+    momentum = jax.tree.map(np.zeros_like, params)
     for batch in batches():
         state, metrics = opt.step(state, batch)
-        loss, aux = of_one_device(params, batch)
+        (loss, aux), grads = jax.device_get(of_one_device(params, batch))
         np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-10)
+        momentum = jax.tree.map(lambda total, grad: 0.9 * total + grad, momentum, grads)
+        expected = jax.tree.map(lambda leaf, total: leaf - 0.3 * total, params, momentum)
         params = jax.device_get(state.params)
+        updated = {name: params[name] for name in ("router_load", "router_bias")}
+        assert relative_difference(params, expected | updated) <= 1e-10
         np.testing.assert_allclose(params["router_load"], aux["routers"].values["router_load"], rtol=1e-10)
         states.append(params)
     assert not np.any(states[0]["router_bias"])
