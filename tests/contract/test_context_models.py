@@ -54,7 +54,6 @@ QUICK = [
     for wanted in [
         {"strategy": "fsdp", "method": "ring", "order": "zigzag"},
         {"strategy": "zero_bubble", "method": "all_to_all"},
-        {"view": "global", "packed": True, "window": None},
     ]
 ]
 

@@ -68,7 +68,7 @@ def hybrid(mesh, schedule, seen=None, **options):
     [
         pytest.param("eager_one_f_one_b", "ddp", marks=pytest.mark.slow),
         pytest.param("interleaved", "zero1", marks=pytest.mark.slow),
-        ("zero_bubble", "zero2"),
+        pytest.param("zero_bubble", "zero2", marks=pytest.mark.slow),
         pytest.param("zero_bubble_lockstep", "fsdp", marks=pytest.mark.slow),
     ],
 )
