@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.tiers import tiered
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -28,7 +29,11 @@ def packed(trained):
 
 @pytest.mark.parametrize(
     ("strategy", "sizes"),
-    [(so.fsdp, {"data": 8}), (so.fsdp, {"data": 2, "tensor": 4}), (so.zero, {"data": 4}), (so.ddp, {"data": 1})],
+    tiered(
+        [(so.fsdp, {"data": 8}), (so.fsdp, {"data": 2, "tensor": 4}), (so.zero, {"data": 4}), (so.ddp, {"data": 1})],
+        lambda row: row[1] in ({"data": 2, "tensor": 4}, {"data": 1}),
+        ids=str,
+    ),
 )
 def test_any_strategy_takes_it(strategy, sizes, packed, trained, make_opt, steps_on, same):
     opt, state = make_opt(strategy, **sizes), trained[1]()

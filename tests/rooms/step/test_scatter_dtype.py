@@ -130,7 +130,7 @@ def test_the_sum_sends_half(strategy, sizes, micro_batches, mesh_of):
     assert wide == narrow
 
 
-@pytest.mark.parametrize("placement", tiered(["fsdp", "zero2", "zero1"], lambda placement: placement == "zero1"))
+@pytest.mark.parametrize("placement", tiered(["fsdp", "zero2", "zero1"], lambda placement: False))
 def test_in_a_pipeline(placement, mesh_of, x64):
     """Rounded once for each micro-batch and device, or once for the sum: the difference is that of rounding."""
     params, batches, found = params_of(), batches_of(), []
