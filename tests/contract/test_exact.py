@@ -1,7 +1,7 @@
 """Contract 1: ten steps of every strategy equal single-device training on the union batch.
 
-In every run each strategy in float64, with other meshes and optimizers, and one row in float32; the rest of the pairs is
-slow, as all rows of the GPT are: they take as long as the others together.
+In every run each strategy in float64, with other meshes and optimizers. The rest of the pairs is slow, as all rows of the
+GPT are: each of them takes as long as three others.
 """
 
 import math
@@ -29,8 +29,6 @@ ROWS = all_pairs(FACTORS)
 EXACT = [row for row in ROWS if row["dtype"] == "float64" and row["model"] != "gpt" and row["mesh"] != {"data": 1}]
 OPTIMIZER_OF = {"ddp": "clip_adamw", "zero1": "adafactor", "zero2": "adamw", "zero3": "lamb", "fsdp": "momentum"}
 FAST = [next(row for row in EXACT if (row["strategy"], row["optimizer"]) == pair) for pair in OPTIMIZER_OF.items()]
-NARROW = {"mesh": {"data": 1}, "model": "nnx", "dtype": "float32"}
-QUICK = [*FAST, next(row for row in ROWS if NARROW.items() <= row.items())]
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5}
 
 
@@ -40,7 +38,7 @@ def row_id(row) -> str:
     return f"{row['strategy']}-{mesh}-{row['optimizer']}-{row['model']}-{loss}-m{row['micro_batches']}-{row['dtype']}"
 
 
-@pytest.mark.parametrize("row", tiered(ROWS, lambda row: row in QUICK, fast=lambda row: row in FAST, ids=row_id))
+@pytest.mark.parametrize("row", tiered(ROWS, lambda row: False, fast=lambda row: row in FAST, ids=row_id))
 def test_equals_one_device_on_the_union_batch(row, mesh_of):
     with jax.enable_x64(True):
         case = problem(row["model"], weighted=row["weighted"], dtype=jnp.dtype(row["dtype"]))

@@ -265,8 +265,10 @@ def test_half_precision_parameters_train_on_every_strategy(names, mesh_of):
     assert len(losses) == 1
 
 
-@pytest.mark.fast
-@pytest.mark.parametrize("make", [*STRATEGIES, "global", "hybrid"])
+@pytest.mark.parametrize(
+    "make",
+    tiered([*STRATEGIES, "global", "hybrid"], lambda name: False, fast=lambda name: name not in ("zero1", "zero3")),
+)
 def test_the_optimizer_receives_gradients_in_the_dtype_of_their_parameters(make, mesh_of):
     """Sums over micro-batches are in float32, and are cast back, so the state of the optimizer is as on one device.
 

@@ -77,7 +77,7 @@ def test_a_run_goes_on_anywhere(case, mesh_of, tmp_path):
         same(train(opt, restored, case.batches[2:]), whole)
 
 
-@pytest.mark.parametrize("source", tiered(["fsdp", "v-shaped"], lambda source: source == "fsdp"))
+@pytest.mark.parametrize("source", tiered(["fsdp", "v-shaped", "ddp"], lambda source: source == "ddp"))
 def test_a_run_comes_into_a_pipeline_from_anywhere(source, case, mesh_of, tmp_path):
     """And a pipeline of chunks restores what it saved bit for bit."""
     opt = others(mesh_of, case)[source]

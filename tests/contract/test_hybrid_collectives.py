@@ -101,7 +101,9 @@ def stated_table(schedule, placement, sizes, remat):
     return table
 
 
-@pytest.mark.parametrize(("name", "placement", "sizes", "remat"), tiered(CASES, lambda row: row[0] not in REPEATED))
+@pytest.mark.parametrize(
+    ("name", "placement", "sizes", "remat"), tiered(CASES, lambda row: row[0] not in REPEATED and row[1] != "ddp")
+)
 def test_the_compiled_step_sends_what_the_table_says(name, placement, sizes, remat, mesh_of):
     opt = make(name, placement, mesh_of(**sizes), remat)
     found = audit(opt.step, opt.abstract_state(PARAMS), BATCH)
@@ -136,7 +138,7 @@ def test_gpt_moves_activations_over_tensor_and_nothing_else_in_the_loop(mesh_of)
         assert not [one for one in looped.collectives if one.kind != "all-reduce" and one.bytes > SCALARS], str(looped)
 
 
-@pytest.mark.parametrize("placement", tiered(["ddp", "zero1", "zero2", "fsdp"], lambda name: name in ("zero1", "fsdp")))
+@pytest.mark.parametrize("placement", tiered(["ddp", "zero1", "zero2", "fsdp"], lambda name: name == "fsdp"))
 def test_one_stage_is_the_plain_strategy(placement, mesh_of):
     """Not a similar program: the very same one."""
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))

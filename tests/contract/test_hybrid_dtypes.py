@@ -93,6 +93,7 @@ def test_gather_dtype_computes_in_half_precision_with_fp32_masters(schedule, rem
     assert seen == {jnp.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.slow  # test_collectives.py has it without stages
 def test_gathers_in_half_precision_send_half(mesh_of):
     sent = {}
     for dtype in (None, jnp.bfloat16):

@@ -151,7 +151,7 @@ twice.defvjp(lambda x: (2 * x, x), lambda x, dy: (3 * dy * jnp.cos(x),))
         pytest.param("zero_bubble", "full", False, marks=pytest.mark.slow),
         pytest.param("interleaved", jax.checkpoint_policies.dots_saveable, False, marks=pytest.mark.slow),
         pytest.param("eager_one_f_one_b", "full", True, marks=pytest.mark.slow),
-        ("zero_bubble", jax.checkpoint_policies.nothing_saveable, True),
+        pytest.param("zero_bubble", jax.checkpoint_policies.nothing_saveable, True, marks=pytest.mark.slow),
     ],
     ids=lambda one: getattr(one, "__name__", str(one)),
 )

@@ -31,9 +31,7 @@ def build(strategy, mesh, model, optimizer, mesh_of, **options):
     return case, opt
 
 
-@pytest.mark.parametrize(
-    ("strategy", "mesh", "model", "optimizer"), tiered(CASES, lambda row: CASES.index(row) in (1, 9))
-)
+@pytest.mark.parametrize(("strategy", "mesh", "model", "optimizer"), tiered(CASES, lambda row: CASES.index(row) == 9))
 def test_specs_are_the_shardings_and_the_second_step_compiles_nothing(strategy, mesh, model, optimizer, mesh_of):
     case, opt = build(strategy, MESHES[mesh], model, optimizer, mesh_of)
     specs = opt.specs(jax.eval_shape(lambda: case.params))
@@ -70,7 +68,7 @@ def adam_bytes(strategy, params_bytes, data):
     ("strategy", "sizes"),
     tiered(
         itertools.product(STRATEGIES, [{"data": 8}, {"data": 4, "tensor": 2}, {"replica": 2, "data": 4}]),
-        lambda row: "replica" in row[1] and row[0] != "zero3",
+        lambda row: "replica" in row[1] and row[0] in ("zero1", "fsdp"),
         ids=str,
     ),
 )

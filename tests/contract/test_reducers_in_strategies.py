@@ -160,7 +160,7 @@ def test_int8_of_an_exactly_representable_grid_is_exact(sizes, mesh_of):
 
 @pytest.mark.parametrize(
     ("row", "reducer"),
-    tiered(zip(ROWS, LOSSY, strict=True), lambda one: one[0] == "ddp"),
+    tiered(zip(ROWS, LOSSY, strict=True), lambda one: False),
     ids=name_of,
 )
 def test_specs_are_the_shardings_and_the_second_step_compiles_nothing(row, reducer, mesh_of):

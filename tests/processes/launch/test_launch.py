@@ -199,9 +199,7 @@ def test_it_is_started_anew_as_often_as_it_may_be(job):
         ({"min_processes": 2, "spares": 1}, [4, 4]),  # which takes the place
         ({"min_processes": 1, "can_share": lambda count: 8 % count == 0}, [4, 2]),
         # none fits: all again
-        pytest.param(
-            {"min_processes": 3, "can_share": lambda count: 8 % count == 0}, [4, 4], marks=pytest.mark.slow
-        ),
+        pytest.param({"min_processes": 3, "can_share": lambda count: 8 % count == 0}, [4, 4], marks=pytest.mark.slow),
     ],
 )
 def test_those_that_were_killed_are_left_out_where_fewer_will_do(job, monkeypatch, options, counts):

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.tiers import tiered
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.tiers import tiered
 
 import shardopt as so
 from shardopt.checkpoint import from_bytes, to_bytes

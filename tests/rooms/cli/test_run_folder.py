@@ -78,9 +78,7 @@ PAIRS = list(itertools.product(FORMS, FORMS))
 @pytest.mark.parametrize(
     ("before", "after"),
     # the same form alone is another path; three forms are read, and three are made
-    tiered(
-        PAIRS, lambda row: row in (("plain", "reduced"), ("average", "diloco"))
-    ),
+    tiered(PAIRS, lambda row: row in (("plain", "reduced"), ("average", "diloco"))),
 )
 def test_parameters_and_optimizer_state_are_kept_whatever_the_form(stored, before, after):
     folder, old = stored(before)

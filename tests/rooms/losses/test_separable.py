@@ -76,7 +76,7 @@ AGAIN = {("nnx_transformer", 4), ("equinox", 4), ("gpt", 4)}  # as with one row
 AGAIN |= set(itertools.product(["linen_transformer", "haiku", "linen_cnn"], [4, 1]))  # the time is that of their init
 
 
-OF_ONE_ROW = ("looped", "linear_algebra", "gpt", "nnx_transformer", "equinox")
+OF_ONE_ROW = ("looped", "linear_algebra", "gpt", "nnx_transformer")
 """Pieces of one row in every run: those that are not proved, and those that run in no other number."""
 
 

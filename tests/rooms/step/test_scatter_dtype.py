@@ -99,6 +99,7 @@ def test_equals_one_device_that_rounds_what_is_sent(strategy, sizes, micro_batch
     assert relative_difference(found, exact) > 1e-5
 
 
+@pytest.mark.slow  # or the contract would not be exact
 def test_by_default_nothing_is_rounded(mesh_of):
     def sent(**options):
         opt = STRATEGIES["fsdp"](optax.sgd(RATE), mesh_of(data=4), MODEL, **options)
