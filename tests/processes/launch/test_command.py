@@ -165,7 +165,7 @@ def test_devices_that_cannot_be_shared_are_refused(monkeypatch):
     monkeypatch.setattr(_devices, "initialize", lambda: None)
     monkeypatch.setattr(_devices, "num_processes", lambda: 2)
     monkeypatch.setattr(jax.config, "update", lambda name, value: None)  # as before jax starts
-    message = "--devices 7 cannot be shared out evenly among 2 processes.\nFix: use --devices 6 or 8."
+    message = "shardopt: --devices 7 cannot be shared out evenly among 2 processes.\nFix: use --devices 6 or 8."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         _devices.start_devices(7)
 
