@@ -32,7 +32,7 @@ def packed(trained):
     tiered(
         [(so.fsdp, {"data": 8}), (so.fsdp, {"data": 2, "tensor": 4}), (so.zero, {"data": 4}), (so.ddp, {"data": 1})],
         lambda row: row[1] in ({"data": 2, "tensor": 4}, {"data": 1}),
-        ids=str,
+        ids=lambda row: f"{row[0].__name__}-{row[1]}",
     ),
 )
 def test_any_strategy_takes_it(strategy, sizes, packed, trained, make_opt, steps_on, same):
