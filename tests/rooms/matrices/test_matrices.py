@@ -150,6 +150,7 @@ def test_equals_one_device_where_matrices_do_not_divide(layers, name, one, sizes
     assert relative_difference(after(opt, params, 3).params, expected) < 1e-10
 
 
+@pytest.mark.slow  # test_equals_one_device_where_matrices_do_not_divide
 @pytest.mark.parametrize("one", [pytest.param("muon", marks=pytest.mark.slow), "adafactor"])
 def test_equals_one_device_where_some_owners_return_nothing(one, mesh_of, x64):
     """Fewer matrices than devices, and some that no device shards: their results are combined instead of sent."""
@@ -434,6 +435,7 @@ def test_the_bytes_reported_are_those_of_the_all_to_alls(layers, name, sizes, me
     assert report.owners.padding == report.owners.bytes_sent / 4
 
 
+@pytest.mark.slow  # rooms/checkpoint, and the report of owners below
 def test_checkpoints_go_from_any_layout_to_any_other(mesh_of, tmp_path, x64):
     params = model_params()
     owned = strategy("fsdp", muon(), mesh_of(data=8), opt_state_layout="matrices")
