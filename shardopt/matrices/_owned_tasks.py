@@ -179,7 +179,7 @@ def _make_stage(
     loads: np.ndarray,
     traces: dict[CutLeaves, Trace],
 ) -> OwnedStage:
-    """Return tasks with an owner for each unit; `loads` are the loads of all owners, to which theirs are added."""
+    """Return tasks with an owner for each unit, and add the costs of the units to `loads`, the loads of all owners."""
     # units of one program are adjacent, so that devices have the same mixtures of programs
     order = sorted(range(len(tasks)), key=lambda i: (-tasks[i].cost, tasks[i].key, i))
     units = tuple((i, block) for i in order for block in range(tasks[i].blocks))
@@ -191,7 +191,7 @@ def _make_stage(
 
 
 def add_loads(stage: OwnedStage, numbers: np.ndarray, loads: np.ndarray) -> None:
-    """Add the costs of the units of a stage to the loads of their owners; `numbers` are those of `owner_numbers`."""
+    """Add the costs of the units of a stage to the loads of their owners; `numbers` come from `owner_numbers`."""
     for (task, _), owner in zip(stage.units, stage.owners, strict=True):
         loads[numbers[:, owner]] += stage.tasks[task].cost
 

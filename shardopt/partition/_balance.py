@@ -49,7 +49,7 @@ def share_out(costs: Sequence[float], owners: int, loads: Sequence[float] | None
 
 
 def busiest(costs: Sequence[float], owner_of: Sequence[int], loads: Sequence[float]) -> float:
-    """Return the load of the busiest owner: the sum of its costs, and what it had already."""
+    """Return the load of the busiest owner: its first load, and the sum of its costs."""
     loads = list(loads)
     for cost, owner in zip(costs, owner_of, strict=True):
         loads[owner] += cost

@@ -15,7 +15,7 @@ def owned_by_blocks(plan: LeafPlan, sizes: Mapping[str, int], *, scattered: bool
     """Return the plan of a leaf with its optimizer state sharded by whole blocks, if the leaf is a stack of matrices.
 
     Dim 0, which counts blocks, is then sharded over all axes that shard the leaf: pipeline, the axes of the placement,
-    expert if a block has experts, and tensor if a rule names it. A leaf keeps its plan if it is not a stack of matrices,
+    expert and tensor. A leaf keeps its plan if it is not a stack of matrices,
     if it is replicated over data, or if these axes do not divide its number of blocks.
 
     Outside of a `BlockModel`, the first dim of a leaf may count matrices. Parameters are sharded along it as well, if
