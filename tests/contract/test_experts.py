@@ -103,7 +103,7 @@ TABLE = [
     ("hybrid", {"expert": 2, "data": 2, "pipeline": 2}, MODEL, {"micro_batches": 2}),
     ("hybrid", {"expert": 4, "data": 1, "pipeline": 2}, MODEL, {"micro_batches": 4, "placement": "zero1"}),
 ]
-QUICK = [TABLE[3]]
+QUICK = [TABLE[3], TABLE[9]]
 
 
 def row_id(row):
