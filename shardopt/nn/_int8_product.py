@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int8
 from shardopt.mesh import device_kind_or_default
 from shardopt.nn._kernel_tiles import LANES, vmem
 
-LARGEST = 127
+LARGEST, STRIP = 127, 256
 
 
 @jax.custom_vjp
@@ -87,13 +87,18 @@ def round_rows(
 
 def _round_rows(x_ref: Any, *refs: Any) -> None:
     *factor, numbers, scale = refs
-    parts = [x_ref[c].astype(jnp.float32) for c in range(x_ref.shape[0])]
-    if factor:
-        parts = [part * factor[0][c] for c, part in enumerate(parts)]
-    tops = [jnp.max(jnp.abs(part), axis=1, keepdims=True) for part in parts]
-    scale[...] = functools.reduce(jnp.maximum, tops) / LARGEST
-    for c, part in enumerate(parts):
-        numbers[c] = _divided(part, scale[...])
+
+    def round_strip(rows: Any) -> None:
+        parts = [x_ref[c, rows].astype(jnp.float32) for c in range(x_ref.shape[0])]
+        if factor:
+            parts = [part * factor[0][c] for c, part in enumerate(parts)]
+        tops = [jnp.max(jnp.abs(part), axis=1, keepdims=True) for part in parts]
+        scales = functools.reduce(jnp.maximum, tops) / LARGEST
+        scale[rows] = scales
+        for c, part in enumerate(parts):
+            numbers[c, rows] = _divided(part, scales)
+
+    _by_strips(x_ref.shape[1], 32, round_strip)
 
 
 def round_columns(
@@ -117,13 +122,29 @@ def round_columns(
 
 
 def _round_columns(x_ref: Any, factor: Any, numbers: Any, scale: Any) -> None:
-    x = x_ref[...].astype(jnp.float32) * factor[...]
-    scale[...] = jnp.max(jnp.abs(x), axis=0, keepdims=True) / LARGEST
-    numbers[...] = _divided(x, scale[...])
+    def round_strip(columns: Any) -> None:
+        x = x_ref[:, columns].astype(jnp.float32) * factor[...]
+        scales = jnp.max(jnp.abs(x), axis=0, keepdims=True) / LARGEST
+        scale[:, columns] = scales
+        numbers[:, columns] = _divided(x, scales)
+
+    _by_strips(x_ref.shape[1], LANES, round_strip)
 
 
 def _divided(x: Array, scale: Array) -> Array:
-    return jnp.where(scale == 0, 0, jnp.round(x / scale)).astype(jnp.int8)
+    return jnp.round(x * inverse(scale)).astype(jnp.int8)
+
+
+def inverse(scale: Array) -> Array:
+    """Return 1 / scale, and 0 for scales that are 0 or too small for it: one division for many numbers."""
+    return jnp.where(scale < jnp.finfo(scale.dtype).tiny, 0, 1 / scale)
+
+
+def _by_strips(size: int, strip: int, run: Any) -> None:
+    """Run a function on each strip of a block: a loop has less code, which compiles faster."""
+    from jax.experimental import pallas as pl
+
+    lax.fori_loop(0, size // strip, lambda i, _: run(pl.ds(pl.multiple_of(i * strip, strip), strip)), None)
 
 
 def forward(
@@ -157,8 +178,11 @@ def forward(
 
 
 def _forward(x: Any, x_scale: Any, weight: Any, weight_scale: Any, out: Any) -> None:
-    sums = _product(x[...], weight[...], 1, 0).astype(jnp.float32)
-    out[...] = (sums * x_scale[...] * weight_scale[...]).astype(out.dtype)
+    def multiply_strip(columns: Any) -> None:
+        sums = _product(x[...], weight[:, columns], 1, 0).astype(jnp.float32)
+        out[:, columns] = (sums * x_scale[...] * weight_scale[:, columns]).astype(out.dtype)
+
+    _by_strips(weight.shape[1], math.gcd(weight.shape[1], STRIP), multiply_strip)
 
 
 def gradient_of_tokens(
@@ -191,7 +215,10 @@ def gradient_of_tokens(
 def _gradient_of_tokens(grad: Any, grad_scale: Any, weight: Any, out: Any, sums: Any) -> None:
     from jax.experimental import pallas as pl
 
-    _accumulate(sums, _product(grad[...], weight[...], 1, 1), pl.program_id(2) == 0)
+    def multiply_strip(columns: Any) -> None:
+        _accumulate(sums.at[:, columns], _product(grad[...], weight[columns], 1, 1), pl.program_id(2) == 0)
+
+    _by_strips(weight.shape[0], math.gcd(weight.shape[0], STRIP), multiply_strip)
 
     @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
     def _write() -> None:
@@ -229,6 +256,7 @@ def _gradient_of_weight(x: Any, grad: Any, grad_scale: Any, out: Any, row_sums: 
     from jax.experimental import pallas as pl
 
     row, piece = pl.program_id(3), pl.program_id(4)
+    # not by strips: each would transpose x again
     _accumulate(row_sums, _product(x[...], grad[...], 0, 0), piece == 0)
 
     @pl.when(piece == pl.num_programs(4) - 1)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from shardopt.core._errors import format_error
 from shardopt.core._types import wide_dtype
 from shardopt.mesh import device_kind_or_default, mesh_under_trace
-from shardopt.nn._int8_product import LANES, int8_product
+from shardopt.nn._int8_product import LANES, int8_product, inverse
 from shardopt.nn._low_rank import LowRank
 from shardopt.nn._order import manual_context_axes
 
@@ -229,7 +229,7 @@ def _round(a: Array, letters: str, kept: str, dtype: DTypeLike, across: tuple[st
     largest = jnp.max(jnp.abs(wide), axis=dims, keepdims=True)
     largest = jax.lax.pmax(largest, across) if across else largest
     scale = largest / (jnp.iinfo(dtype).max if dtype == jnp.int8 else float(jnp.finfo(dtype).max))
-    scaled = jnp.where(scale == 0, 0, wide / scale)
+    scaled = wide * inverse(scale)
     rounded = jnp.round(scaled) if dtype == jnp.int8 else scaled
     kept_letters = "".join(letter for letter in letters if letter in kept)
     return Rounded(rounded.astype(dtype), jnp.squeeze(scale, dims), kept_letters)
