@@ -215,12 +215,14 @@ def gradient_of_tokens(
 def _gradient_of_tokens(grad: Any, grad_scale: Any, weight: Any, out: Any, sums: Any) -> None:
     from jax.experimental import pallas as pl
 
+    part = pl.program_id(2)
+
     def multiply_strip(columns: Any) -> None:
-        _accumulate(sums.at[:, columns], _product(grad[...], weight[columns], 1, 1), pl.program_id(2) == 0)
+        _accumulate(sums.at[:, columns], _product(grad[...], weight[columns], 1, 1), part == 0)
 
     _by_strips(weight.shape[0], math.gcd(weight.shape[0], STRIP), multiply_strip)
 
-    @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
+    @pl.when(part == pl.num_programs(2) - 1)
     def _write() -> None:
         out[...] = (sums[...].astype(jnp.float32) * grad_scale[...]).astype(out.dtype)
 
