@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from shardopt.core._errors import format_error
 from shardopt.core._types import wide_dtype
-from shardopt.mesh import device_kind_or_default, mesh_under_trace
+from shardopt.mesh import device_kind_or_default, is_analysed, mesh_under_trace
 from shardopt.nn._int8_product import LANES, int8_product, inverse
 from shardopt.nn._low_rank import LowRank
 from shardopt.nn._order import manual_context_axes
@@ -252,7 +252,7 @@ def _by_kernels(product: Product, x: Array, weight: Array) -> Array | None:
     is_local = all(kind == AxisType.Manual or mesh.shape[axis] == 1 for axis, kind in axis_types)
     summed = _without(product.x, product.tokens)
     fits = parts + product.tokens + rest == product.out and product.tokens + summed == product.x
-    if product.precision != "int8" or not device_kind_or_default().startswith("TPU"):
+    if product.precision != "int8" or not device_kind_or_default().startswith("TPU") or is_analysed():
         return None
     if not (is_local and fits and product.rounds_weight_gradient) or manual_context_axes():
         return None
