@@ -39,15 +39,6 @@ def save(directory: str | os.PathLike[str], state: PyTree, *, step: int | None =
 
     The checkpoint is the folder `directory/<step>/`. It holds:
 
-    - `state/`: the arrays in orbax's format, each leaf under its key path with its logical shape. They can be restored
-      onto any mesh and strategy, or read by orbax without shardopt.
-    - `shardopt.json`: the description of the arrays.
-    - `MANIFEST.json`: the size and SHA-256 of every file.
-
-    The folder appears by one rename when all files are written, so a killed job leaves no half checkpoint.
-
-    With several processes all must call it, with a folder on a shared file system.
-
     Args:
       directory: the folder of the run; it is made if it does not exist.
       state: pytree of arrays, usually a `TrainState`.
@@ -68,6 +59,15 @@ def save(directory: str | os.PathLike[str], state: PyTree, *, step: int | None =
       >>> state = opt.init({"w": jnp.ones((64, 32))})
       >>> so.save(tempfile.mkdtemp(), state, step=7).name
       '7'
+
+    - `state/`: the arrays in orbax's format, each leaf under its key path with its logical shape. They can be restored
+      onto any mesh and strategy, or read by orbax without shardopt.
+    - `shardopt.json`: the description of the arrays.
+    - `MANIFEST.json`: the size and SHA-256 of every file.
+
+    The folder appears by one rename when all files are written, so a killed job leaves no half checkpoint.
+
+    With several processes all must call it, with a folder on a shared file system.
     """
     lock = RunLock("save", run_folder(directory))
     meta = describe_state(state, step)

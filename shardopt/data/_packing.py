@@ -26,17 +26,6 @@ def pack(
 
     A row is a dict of arrays [length]:
 
-    - "tokens", int32: every token of every document is in one row once, in order; 0 on padding.
-    - "targets", int32: the next token of the same document; 0 if there is none.
-    - "weights", float32: 1 where there is a target; 0 on the last token of a document and on padding. If a document has
-      weights, the weight of the target.
-    - "segment_ids", int32: 1, 2, ... for the documents of the row, in order; 0 on padding.
-    - "positions", int32: 0, 1, ... within each segment; 0 on padding.
-
-    A document longer than `length` is cut into pieces of `length` tokens and a last, shorter piece. Each piece is a
-    segment. The last target of a piece is the first token of the next piece. So a document of n tokens has n - 1
-    targets, however it is cut. Empty documents are skipped.
-
     Args:
       documents: 1-D arrays of integers: a sequence of them; a `Corpus`, whose files are the documents; a grain dataset,
         to shuffle and repeat them (`grain.MapDataset.source(documents).shuffle(seed=0).repeat()`). Any other iterable
@@ -63,6 +52,17 @@ def pack(
       ([5, 6, 7, 8, 9, 0], [6, 7, 0, 9, 0, 0], [1, 1, 1, 2, 2, 0])
       >>> row["positions"].tolist(), row["weights"].tolist()
       ([0, 1, 2, 0, 1, 0], [1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
+
+    - "tokens", int32: every token of every document is in one row once, in order; 0 on padding.
+    - "targets", int32: the next token of the same document; 0 if there is none.
+    - "weights", float32: 1 where there is a target; 0 on the last token of a document and on padding. If a document has
+      weights, the weight of the target.
+    - "segment_ids", int32: 1, 2, ... for the documents of the row, in order; 0 on padding.
+    - "positions", int32: 0, 1, ... within each segment; 0 on padding.
+
+    A document longer than `length` is cut into pieces of `length` tokens and a last, shorter piece. Each piece is a
+    segment. The last target of a piece is the first token of the next piece. So a document of n tokens has n - 1
+    targets, however it is cut. Empty documents are skipped.
 
     **Equivalence**: the rows have the same pairs of token and target as the separate documents. Attention within
     segments computes the same for each document, up to summation order. In a document that is cut, each piece only sees

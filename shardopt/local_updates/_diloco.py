@@ -26,13 +26,6 @@ def diloco(
     Delta = (1/R) sum_i (theta - theta_i), and theta <- outer(theta, Delta). Each replica continues from
     (1 - mix) theta + mix theta_i, with its own optimizer state.
 
-    With P fragments (Streaming DiLoCo), the replicas synchronize one fragment of the model at a time. Fragment f is due
-    after (f + 1) H / P steps, and then every H steps. Fragment f consists of the blocks f, f + P, f + 2P, ... of a `BlockModel`
-    (in a pipeline, of each stage). The other leaves are assigned to the fragments in turn.
-
-    With a delay, Delta is computed at step t, and theta is updated and mixed after step t + delay. Sending is part of the
-    program of step t + 1, so it can overlap with training.
-
     Args:
       strategy: a strategy from `ddp`, `zero`, `fsdp` or `hybrid`, on a mesh with a replica axis.
       outer: the outer optimizer, by default `optax.sgd(0.7, momentum=0.9, nesterov=True)`. It receives one fragment at a
@@ -63,6 +56,13 @@ def diloco(
       ...     state, metrics = opt.step(state, batch)
       >>> float(state.params["w"])
       0.1875
+
+    With P fragments (Streaming DiLoCo), the replicas synchronize one fragment of the model at a time. Fragment f is due
+    after (f + 1) H / P steps, and then every H steps. Fragment f consists of the blocks f, f + P, f + 2P, ... of a `BlockModel`
+    (in a pipeline, of each stage). The other leaves are assigned to the fragments in turn.
+
+    With a delay, Delta is computed at step t, and theta is updated and mixed after step t + delay. Sending is part of the
+    program of step t + 1, so it can overlap with training.
 
     **Methods**: `step` returns the metrics of this process's replicas: their mean, or the sum, maximum or minimum for
     `so.Sum`, `so.Max` and `so.Min`. It does not wait for other processes. Each process reports its own metrics, and

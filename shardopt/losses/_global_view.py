@@ -18,9 +18,10 @@ from shardopt.losses._batch_dims import FIX_ROWS, num_rows, row_counts, row_dim,
 from shardopt.losses._constraints import cut_by_replica, cut_rows, shard_grads
 from shardopt.losses._loss import loss_of_rows, step_key
 from shardopt.losses._metrics import factor, objective, of_rows, value_of
+from shardopt.losses._obstacle import as_gathered
 from shardopt.losses._parts import Gradients, LossParts
 from shardopt.losses._rows import with_rows
-from shardopt.losses._separable import Cut, LossCall, as_gathered, find_mixing
+from shardopt.losses._separable import Cut, LossCall, find_mixing
 from shardopt.losses._sums import accumulate, parts_of_micro_batches, scale, sum_parts
 from shardopt.mesh import on_mesh
 

@@ -27,13 +27,6 @@ def gather_batch(x: PyTree) -> PyTree:
     With x_d [rows, ...] on device d of D: y = concatenate(x_1, ..., x_D), the same on every device. Differentiable; the
     gradient of x_d is the sum over devices of their gradients of these rows.
 
-    **Equivalence.** The loss sees the same rows as on one device with the whole batch. It is exact, up to summation order,
-    in every strategy; if each replica trains by itself, it sees the rows of its replica. On one device, in
-    `view="global"` and outside of a strategy it returns x.
-
-    **Communication** in each call: an all-gather of all rows over the axes that carry rows (replica, data), and a
-    reduce-scatter of the same size in the backward pass. Half precision is sent, and its gradient summed, in float32.
-
     Args:
       x: an array, or a pytree of them, [rows, ...], computed from this device's rows.
 
@@ -54,6 +47,13 @@ def gather_batch(x: PyTree) -> PyTree:
       >>> round(float(contrastive(params, {"image": jnp.eye(2), "text": jnp.eye(2)})), 4)
       0.3133
 
+    **Equivalence.** The loss sees the same rows as on one device with the whole batch. It is exact, up to summation order,
+    in every strategy; if each replica trains by itself, it sees the rows of its replica. On one device, in
+    `view="global"` and outside of a strategy it returns x.
+
+    **Communication** in each call: an all-gather of all rows over the axes that carry rows (replica, data), and a
+    reduce-scatter of the same size in the backward pass. Half precision is sent, and its gradient summed, in float32.
+
     References:
       Radford et al., "Learning Transferable Visual Models From Natural Language Supervision", 2021, figure 3.
     """
@@ -73,11 +73,6 @@ def batch_mean(x: PyTree) -> PyTree:
 
     With x_d [rows, ...] on device d of D: m = 1/(D rows) sum_d sum_r x_d[r], the same on every device. Differentiable.
 
-    **Equivalence.** As `gather_batch`; on one device it is `jnp.mean(x, axis=0)`.
-
-    **Communication** in each call: an all-reduce of the mean's size over the axes that carry rows (replica, data), and another in
-    the backward pass, in float32 at least.
-
     Args:
       x: an array, or a pytree of them, [rows, ...], computed from this device's rows.
 
@@ -96,6 +91,11 @@ def batch_mean(x: PyTree) -> PyTree:
       >>> batch = {"advantage": jnp.array([1.0, 3.0]), "x": jnp.eye(2)}
       >>> float(policy_gradient(jnp.array([0.0, 2.0]), batch))
       -1.0
+
+    **Equivalence.** As `gather_batch`; on one device it is `jnp.mean(x, axis=0)`.
+
+    **Communication** in each call: an all-reduce of the mean's size over the axes that carry rows (replica, data), and another in
+    the backward pass, in float32 at least.
 
     References:
       Ioffe and Szegedy, "Batch Normalization", 2015, algorithm 1.
@@ -118,11 +118,6 @@ def batch_sum(x: PyTree) -> PyTree:
 
     With x_d [rows, ...] on device d of D: s = sum_d sum_r x_d[r], the same on every device. Differentiable.
 
-    **Equivalence.** As `gather_batch`; on one device it is `jnp.sum(x, axis=0)`.
-
-    **Communication** in each call: an all-reduce of the sum's size over the axes that carry rows (replica, data), and another in
-    the backward pass. Floating numbers are summed in float32 at least.
-
     Args:
       x: an array, or a pytree of them, [rows, ...], computed from this device's rows.
 
@@ -138,6 +133,11 @@ def batch_sum(x: PyTree) -> PyTree:
       ...     return so.batch_sum((batch - params) ** 2)
       >>> float(summed(jnp.array(1.0), jnp.array([0.0, 3.0])))
       5.0
+
+    **Equivalence.** As `gather_batch`; on one device it is `jnp.sum(x, axis=0)`.
+
+    **Communication** in each call: an all-reduce of the sum's size over the axes that carry rows (replica, data), and another in
+    the backward pass. Floating numbers are summed in float32 at least.
     """
     context = _context("batch_sum", x)
 

@@ -11,7 +11,7 @@ from shardopt.config._layout import Layout
 from shardopt.core._errors import format_error
 from shardopt.core._types import PyTree
 from shardopt.losses._batch_dims import FIX_ROWS, row_counts, shown_leaves
-from shardopt.losses._separable import Obstacle, find_obstacle
+from shardopt.losses._obstacle import Obstacle, find_obstacle
 
 
 class ViewChoice(NamedTuple):

@@ -59,13 +59,6 @@ def shampoo(
 
     For a gradient G [m, n], let L, R and M be the bias-corrected moving means of G G^T, G^T G and G:
 
-        D = L^(-1/4) M R^(-1/4),   W <- W - learning_rate (D |A| / |D| + weight_decay W)
-
-    A is the step of Adam (`graft="adam"`), or M (`graft="sgd"`), and |.| is the Frobenius norm of each matrix. So D gives
-    the direction, and A the size of the step. The roots are computed on the first step and then every `interval` steps;
-    steps in between use the old roots. If one side is longer than `max_dim`, only the other side is preconditioned, with
-    the power -1/2.
-
     Args:
       learning_rate: a number or a schedule, also for AdamW.
       b1: decay of the mean of gradients, also for AdamW.
@@ -95,6 +88,13 @@ def shampoo(
       >>> updates, _ = tx.update(grads, tx.init(params), params)
       >>> print(jnp.diag(updates["w"]).round(3), updates["b"].round(3))
       [-0.1 -0.1] [-0.1  0.1]
+
+        D = L^(-1/4) M R^(-1/4),   W <- W - learning_rate (D |A| / |D| + weight_decay W)
+
+    A is the step of Adam (`graft="adam"`), or M (`graft="sgd"`), and |.| is the Frobenius norm of each matrix. So D gives
+    the direction, and A the size of the step. The roots are computed on the first step and then every `interval` steps;
+    steps in between use the old roots. If one side is longer than `max_dim`, only the other side is preconditioned, with
+    the power -1/2.
 
     **Equivalence**: a plain optax transformation. Under any strategy it equals one device, up to summation order. With b1=0,
     graft=None and interval=1 it is Shampoo as published, except that it uses means instead of sums.

@@ -58,16 +58,6 @@ def soap(
     For a gradient G [m, n], let L, R and M be the moving means of G G^T, G^T G and G. Let Q_L and Q_R be the eigenvectors
     of L and R:
 
-        V <- b2 V + (1 - b2) (Q_L^T G Q_R)^2
-        W <- W - learning_rate (Q_L ((Q_L^T M Q_R) / (sqrt(V) + eps)) Q_R^T + weight_decay W)
-
-    M and V are bias corrected. Every `interval` steps, Q_L is updated by one step of orthogonal iteration,
-    Q_L <- qr((L + ridge tr(L)/m I) Q_L), and Q_R likewise. The first gradient only initialises L, R and the bases, by
-    several iterations from the identity; its update is zero.
-
-    The ridge does not change eigenvectors. Directions without any gradient have no preferred basis: the ridge keeps them
-    from following rounding errors. It also slows down directions with very small gradients.
-
     Args:
       learning_rate: a number or a schedule, also for AdamW.
       b1: decay of the mean of gradients, also for AdamW.
@@ -94,6 +84,16 @@ def soap(
       >>> state = tx.init(params).inner_states["matrices"].inner_state[0]
       >>> state.nu["qkv"].shape, state.left["qkv"].shape, state.right["qkv"].shape
       ((2, 8, 3, 2, 4), (2, 3, 8, 8), (2, 3, 8, 8))
+
+        V <- b2 V + (1 - b2) (Q_L^T G Q_R)^2
+        W <- W - learning_rate (Q_L ((Q_L^T M Q_R) / (sqrt(V) + eps)) Q_R^T + weight_decay W)
+
+    M and V are bias corrected. Every `interval` steps, Q_L is updated by one step of orthogonal iteration,
+    Q_L <- qr((L + ridge tr(L)/m I) Q_L), and Q_R likewise. The first gradient only initialises L, R and the bases, by
+    several iterations from the identity; its update is zero.
+
+    The ridge does not change eigenvectors. Directions without any gradient have no preferred basis: the ridge keeps them
+    from following rounding errors. It also slows down directions with very small gradients.
 
     **Equivalence**: a plain optax transformation. Under any strategy it equals one device, up to summation order.
 

@@ -59,11 +59,6 @@ def async_local_sgd(
     theta_i, and pushes Delta_i = theta - theta_i. The server does theta' <- theta' + outer.update(rule(Delta_i)), with
     its current parameters theta'. The island keeps its optimizer state and continues from the next pull.
 
-    With P fragments, a delay or a mix this is Streaming DiLoCo. An island pushes after every H / P steps: push k has only
-    fragment f = k mod P, with the same fragments as `diloco`. The island continues to train while the push travels. `delay`
-    steps later it takes the server's current fragment: theta_f <- (1 - mix) theta'_f + mix theta_i,f. Each fragment has
-    its own outer optimizer state. A pull has one fragment too; only the first pull has all.
-
     Args:
       strategies: the islands, from `ddp`, `zero`, `fsdp` or `hybrid`, each on its own devices. They train the same
         parameters; optimizers, meshes and micro-batches may differ. On Ray, for each island a function
@@ -110,6 +105,11 @@ def async_local_sgd(
       >>> result = opt.run({"w": jnp.zeros(())}, lambda worker: iter([batch] * 400), num_updates=60)
       >>> result.metrics["stopped"], abs(float(result.params["w"]) - 1) < 0.1
       ('completed', True)
+
+    With P fragments, a delay or a mix this is Streaming DiLoCo. An island pushes after every H / P steps: push k has only
+    fragment f = k mod P, with the same fragments as `diloco`. The island continues to train while the push travels. `delay`
+    steps later it takes the server's current fragment: theta_f <- (1 - mix) theta'_f + mix theta_i,f. Each fragment has
+    its own outer optimizer state. A pull has one fragment too; only the first pull has all.
 
     **Equivalence**: with max_staleness=0 the changes of a round are averaged and applied once. The result is equal to
     `diloco` with `sync_every=local_steps` and the same fragments, delay and mix, up to summation order. Otherwise the

@@ -76,17 +76,6 @@ def simulate(
 
     Each step of a worker has four phases:
 
-    1. It waits while the staleness bound holds it back.
-    2. It pulls: latency + message_bytes / bandwidth.
-    3. It computes: step_seconds.
-    4. It pushes: latency + message_bytes / bandwidth again. The server takes pushes in the order of arrival, and needs
-       server_seconds for each.
-
-    Of two events at the same time, the event that was scheduled first happens first.
-
-    With `tx`, `loss_fn`, `params` and `batches_of` the run also computes the real gradients and updates, on one thread.
-    Without them only time is simulated, and thousands of workers take seconds.
-
     Args:
       workers: the workers, or a number of equal workers with steps of one second.
       max_staleness: as for `async_sgd`, in clocks; None for no bound.
@@ -119,6 +108,17 @@ def simulate(
       >>> waiting, free = (simulate(workers, max_staleness=s, until=400.0).metrics for s in (0, None))
       >>> waiting["pushes_per_second"], free["pushes_per_second"]
       (1.0, 3.25)
+
+    1. It waits while the staleness bound holds it back.
+    2. It pulls: latency + message_bytes / bandwidth.
+    3. It computes: step_seconds.
+    4. It pushes: latency + message_bytes / bandwidth again. The server takes pushes in the order of arrival, and needs
+       server_seconds for each.
+
+    Of two events at the same time, the event that was scheduled first happens first.
+
+    With `tx`, `loss_fn`, `params` and `batches_of` the run also computes the real gradients and updates, on one thread.
+    Without them only time is simulated, and thousands of workers take seconds.
 
     **Equivalence**: the same arguments give the same log. A run on threads or a cluster whose events have the same order
     gives the same parameters, bit for bit.

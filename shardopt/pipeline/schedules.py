@@ -40,10 +40,6 @@ def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
     With S stages and M micro-batches, stage s runs forward m at tick m + s. It runs backward m at tick
     (M + S - 1) + m + (S - 1 - s). Both are in step with the neighbours.
 
-    **Bubble**: (S - 1) / (M + S - 1), for the table and for the lockstep program alike.
-
-    **Memory**: each stage stores all M activations. No message waits.
-
     Args:
       num_stages: S.
       num_micro_batches: M.
@@ -65,6 +61,10 @@ def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
       stage 0  F0  F1  F2  .   .   B0  B1  B2
       stage 1  .   F0  F1  F2  B0  B1  B2  .
 
+    **Bubble**: (S - 1) / (M + S - 1), for the table and for the lockstep program alike.
+
+    **Memory**: each stage stores all M activations. No message waits.
+
     References:
       Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019.
     """
@@ -85,10 +85,6 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
 
     Arguments, result and errors are the same as for `gpipe`: S is `num_stages`, M is `num_micro_batches`.
 
-    **Bubble**: (S - 1) / (M + S - 1) for the table, and more for the lockstep program. With S=4 and M=8: 27% and 40%.
-
-    **Memory**: stage s stores min(M, S - s) activations, half as many as `eager_one_f_one_b`; messages wait.
-
     Example:
       >>> import shardopt as so
       >>> print(so.schedules.one_f_one_b(2, 3))
@@ -98,6 +94,10 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
       tick     0   1   2   3   4   5   6   7
       stage 0  F0  F1  .   B0  F2  B1  .   B2
       stage 1  .   F0  B0  F1  B1  F2  B2  .
+
+    **Bubble**: (S - 1) / (M + S - 1) for the table, and more for the lockstep program. With S=4 and M=8: 27% and 40%.
+
+    **Memory**: stage s stores min(M, S - s) activations, half as many as `eager_one_f_one_b`; messages wait.
 
     References:
       Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019, and
@@ -116,12 +116,6 @@ def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
     has a forward and a backward on every stage, so no stage waits for another, however long the two passes take.
     Forwards run as early as they can, which needs about twice the activations of `one_f_one_b`.
 
-    **Bubble**: (S - 1) / (M + S - 1), for the table and for the lockstep program alike.
-
-    **Memory**: stage s stores min(M, 2(S - s) - 1) activations. No message waits.
-
-    Arguments, result and errors are the same as for `gpipe`: S is `num_stages`, M is `num_micro_batches`.
-
     Example:
       >>> import shardopt as so
       >>> print(so.schedules.eager_one_f_one_b(3, 4))
@@ -132,6 +126,12 @@ def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
       stage 0  F0  F1  F2    F3    B0    B1    B2  B3
       stage 1  .   F0  F1    F2B0  F3B1  B2    B3  .
       stage 2  .   .   F0B0  F1B1  F2B2  F3B3  .   .
+
+    **Bubble**: (S - 1) / (M + S - 1), for the table and for the lockstep program alike.
+
+    **Memory**: stage s stores min(M, 2(S - s) - 1) activations. No message waits.
+
+    Arguments, result and errors are the same as for `gpipe`: S is `num_stages`, M is `num_micro_batches`.
 
     References:
       Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021; the timing is shardopt's own.
@@ -144,19 +144,6 @@ def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
 @calling("interleaved")
 def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int = 2) -> Schedule:
     """Cut the model into chunks x stages parts, part v on stage v mod S, and run a forward and a backward per tick.
-
-    Micro-batches go round the stages in groups of S: a group goes through chunk 0, then through chunk 1, and so on.
-    The next group follows without a gap. With v chunks, the pass of micro-batch m and chunk c is number
-    k(m, c) = (v (m div S) + c) S + m mod S on its stage. Stage s runs this forward at tick k(m, c) + s, and the
-    backward at tick (v S - 1) + k(m, v - 1 - c) + (S - 1 - s). Every message is used on the tick after it is sent.
-
-    **Bubble**: (S - 1) / (v M + S - 1), for the table and for the lockstep program alike. Filling and draining take
-    S - 1 passes of a part that is v times smaller.
-
-    **Memory**: stage s stores at most (v + 1) S - 1 - 2 s activations of a chunk. In units of a whole stage, the first
-    stage stores 1 + (S - 1) / (v S) times the S activations of `one_f_one_b`. No message waits.
-
-    **Communication**: v times the messages of 1F1B.
 
     Args:
       num_stages: S.
@@ -180,6 +167,19 @@ def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int = 2) ->
       stage 0  F0.0  F1.0  F0.1  F1.1      B0.1      B1.1  B0.0  B1.0
       stage 1  .     F0.0  F1.0  F0.1B0.1  F1.1B1.1  B0.0  B1.0  .
 
+    Micro-batches go round the stages in groups of S: a group goes through chunk 0, then through chunk 1, and so on.
+    The next group follows without a gap. With v chunks, the pass of micro-batch m and chunk c is number
+    k(m, c) = (v (m div S) + c) S + m mod S on its stage. Stage s runs this forward at tick k(m, c) + s, and the
+    backward at tick (v S - 1) + k(m, v - 1 - c) + (S - 1 - s). Every message is used on the tick after it is sent.
+
+    **Bubble**: (S - 1) / (v M + S - 1), for the table and for the lockstep program alike. Filling and draining take
+    S - 1 passes of a part that is v times smaller.
+
+    **Memory**: stage s stores at most (v + 1) S - 1 - 2 s activations of a chunk. In units of a whole stage, the first
+    stage stores 1 + (S - 1) / (v S) times the S activations of `one_f_one_b`. No message waits.
+
+    **Communication**: v times the messages of 1F1B.
+
     References:
       Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021,
       section 2.2.
@@ -197,14 +197,6 @@ def looped_breadth_first(num_stages: int, num_micro_batches: int, num_chunks: in
 
     Part u is on stage u mod S, as in `interleaved`. `interleaved` is depth-first: a group of S micro-batches goes through
     all chunks before the next group. Here the passes of a chunk follow each other, and all forwards precede all backwards.
-
-    **Bubble**: (S - 1) / (v M + S - 1) from M = S on, for the table and for the lockstep program alike. With fewer
-    micro-batches a stage also waits (v - 1)(S - M) passes in each direction for messages from the last stage.
-
-    **Memory**: each stage stores all v M activations of a chunk. With M above S, M - S + 1 messages wait from stage S - 1
-    to stage 0.
-
-    **Communication**: v times the messages of 1F1B.
 
     Args:
       num_stages: S.
@@ -227,6 +219,14 @@ def looped_breadth_first(num_stages: int, num_micro_batches: int, num_chunks: in
       tick     0     1     2     3     4     5     6     7     8     9     10    11    12    13
       stage 0  F0.0  F1.0  F2.0  F0.1  F1.1  F2.1  .     .     B0.1  B1.1  B2.1  B0.0  B1.0  B2.0
       stage 1  .     F0.0  F1.0  F2.0  F0.1  F1.1  F2.1  B0.1  B1.1  B2.1  B0.0  B1.0  B2.0  .
+
+    **Bubble**: (S - 1) / (v M + S - 1) from M = S on, for the table and for the lockstep program alike. With fewer
+    micro-batches a stage also waits (v - 1)(S - M) passes in each direction for messages from the last stage.
+
+    **Memory**: each stage stores all v M activations of a chunk. With M above S, M - S + 1 messages wait from stage S - 1
+    to stage 0.
+
+    **Communication**: v times the messages of 1F1B.
 
     References:
       Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2023.

@@ -285,6 +285,11 @@ def footprint(placed: PlacedModel, *, batch_size: int, extra_slots: int = 0) -> 
 
     There are k blocks on a stage and r rows in a micro-batch. Tensor shards activations as the workload says.
 
+    Args:
+      placed: the model under a layout.
+      batch_size: rows of the global batch.
+      extra_slots: slots of a pipeline in addition to the slots of its schedule.
+
     - gradients: one sum, sharded by the placement. With micro-batches and no pipeline, also the gradients of one
       micro-batch before they are added. In a pipeline two sums, because each tick makes new sums from the old ones;
       outer gradients are replicated there.
@@ -295,11 +300,6 @@ def footprint(placed: PlacedModel, *, batch_size: int, extra_slots: int = 0) -> 
     - gathered (fsdp), at the loss: the weights that it reads and the largest of their gradients.
     - gathered (fsdp), at a block: its weights and gradients.
     - gathered (fsdp), at embed: the gradient of the largest outer leaf.
-
-    Args:
-      placed: the model under a layout.
-      batch_size: rows of the global batch.
-      extra_slots: slots of a pipeline in addition to the slots of its schedule.
     """
     workload, layout = placed.workload, placed.layout
     rows, tensor = batch_size / layout.pieces, layout.tensor

@@ -45,6 +45,15 @@ def initialize(
 ) -> None:
     """Join this process to the other processes of the job; call it before any code uses a device.
 
+    Args:
+      coordinator_address: `"host:port"` of process 0.
+      num_processes: how many processes the job has.
+      process_id: the number of this process, from 0.
+
+    Raises:
+      ValueError: if only some of the three arguments are passed.
+      RuntimeError: if devices were already used in this process.
+
     Without arguments, the place of this process comes from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
     JAX_PROCESS_ID, if all three are set; `shardopt launch` sets them. Otherwise the cluster is detected from the
     environment (SLURM, Open MPI, indexed jobs of Kubernetes, Cloud TPU). On a single machine without a launcher it
@@ -57,15 +66,6 @@ def initialize(
     - If the launcher dies, this process dies too.
     - SIGTERM ends this process, until `fit` handles the signal. jax's own preemption notice, which would ignore
       SIGTERM, is switched off.
-
-    Args:
-      coordinator_address: `"host:port"` of process 0.
-      num_processes: how many processes the job has.
-      process_id: the number of this process, from 0.
-
-    Raises:
-      ValueError: if only some of the three arguments are passed.
-      RuntimeError: if devices were already used in this process.
     """
     arguments = (coordinator_address, num_processes, process_id)
     if any(value is not None for value in arguments) and any(value is None for value in arguments):

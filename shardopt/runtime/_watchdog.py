@@ -23,6 +23,16 @@ def watchdog(hang_timeout: float, *, port: int = 0) -> None:
     must call `so.runtime.report_progress`. Under `shardopt launch --hang-timeout` it does nothing: there the launcher
     watches.
 
+    Args:
+      hang_timeout: seconds without progress that count as a hang. An action that happens for the first time may
+        compile, so it may take ten times as long.
+      port: the port of the program on the host of process 0; 0 for any free port. Reports travel over the network of
+        the job, with a token made for this run.
+
+    Raises:
+      ValueError: if `hang_timeout` is not positive, or this process is already watched.
+      RuntimeError: if the program cannot be started.
+
     A separate program next to process 0 watches, so a stopped process or a busy interpreter does not disturb it. Each
     process reports to it about once a second. If a process begins nothing new for too long, and no other process is
     behind it:
@@ -35,16 +45,6 @@ def watchdog(hang_timeout: float, *, port: int = 0) -> None:
 
     The program also names a rank that is slow because of its own work. To get the stacks at any time, send SIGUSR2:
     they are written to a file in the folder for temporary files.
-
-    Args:
-      hang_timeout: seconds without progress that count as a hang. An action that happens for the first time may
-        compile, so it may take ten times as long.
-      port: the port of the program on the host of process 0; 0 for any free port. Reports travel over the network of
-        the job, with a token made for this run.
-
-    Raises:
-      ValueError: if `hang_timeout` is not positive, or this process is already watched.
-      RuntimeError: if the program cannot be started.
     """
     if not hang_timeout > 0:
         raise ValueError(format_error("watchdog", f"hang_timeout must be more than 0 seconds, got {hang_timeout:g}."))

@@ -23,11 +23,6 @@ def adopt(
 
     With p the parameters, s the optimizer state and n the step: the next `opt.step` is step n of `opt.wrapped` from (p, s).
 
-    **Equivalence**: exact; values are copied, not changed. Training goes on as it would have in the other program, if the
-    optax chain, loss and batches are the same.
-
-    **Placement**: as `opt.init` places them. The arguments are copied and stay valid.
-
     Args:
       opt: the strategy to go on with.
       params: a pytree of arrays. Or flax's `TrainState` (anything with `params`, `opt_state` and `step`), whose parts
@@ -52,6 +47,11 @@ def adopt(
       >>> state = so.adopt(opt, params, tx.init(params), step=7)
       >>> int(state.step), state.opt_state[0].mu["w"].addressable_shards[0].data.shape
       (7, (8, 32))
+
+    **Equivalence**: exact; values are copied, not changed. Training goes on as it would have in the other program, if the
+    optax chain, loss and batches are the same.
+
+    **Placement**: as `opt.init` places them. The arguments are copied and stay valid.
     """
     check_is_strategy(opt)
     if all(hasattr(params, name) for name in ("params", "opt_state", "step")):

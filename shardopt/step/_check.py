@@ -57,16 +57,6 @@ class CheckReport(NamedTuple):
 def check(opt: ShardedOptimizer, state: TrainState, batch: PyTree, *, tolerance: float | None = None) -> CheckReport:
     """Compare a step's loss, gradient and metrics with a single evaluation of the whole batch, and print the differences.
 
-    Let g be the gradient that the strategy adds up from its pieces, and g* the gradient of the loss of the union batch.
-    `check` prints max|g - g*| / max|g*| of every leaf, and the same ratio for the loss and every metric.
-    The whole batch runs in the global view on the same mesh with the same placement, so a model that needs the mesh fits.
-    It takes about the memory of a step without micro-batches. Nothing is donated and nothing is updated. A loss that
-    takes a key gets none, so dropout is off.
-
-    **Equivalence**: for a loss that is a (weighted) mean over rows the two agree up to summation order.
-
-    **Communication**: as much as one step, and one step with `view="global"`.
-
     Args:
       opt: a synchronous strategy; for `local_sgd` and `diloco`, check the strategy inside.
       state: its train state.
@@ -89,6 +79,16 @@ def check(opt: ShardedOptimizer, state: TrainState, batch: PyTree, *, tolerance:
       >>> report = so.check(opt, opt.init({"w": jnp.zeros((4,))}), {"x": jnp.ones((8, 4)), "y": jnp.ones((8,))})
       loss           0.0e+00
       gradient of w  0.0e+00
+
+    Let g be the gradient that the strategy adds up from its pieces, and g* the gradient of the loss of the union batch.
+    `check` prints max|g - g*| / max|g*| of every leaf, and the same ratio for the loss and every metric.
+    The whole batch runs in the global view on the same mesh with the same placement, so a model that needs the mesh fits.
+    It takes about the memory of a step without micro-batches. Nothing is donated and nothing is updated. A loss that
+    takes a key gets none, so dropout is off.
+
+    **Equivalence**: for a loss that is a (weighted) mean over rows the two agree up to summation order.
+
+    **Communication**: as much as one step, and one step with `view="global"`.
     """
     check_is_strategy(opt)
     config = opt.config

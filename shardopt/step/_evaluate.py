@@ -30,6 +30,9 @@ from shardopt.step._pipelined import pipelined_losses
 class Totals:
     """`totals(state, batch)`: the loss and metrics of a batch of any number of rows, as totals and weights.
 
+    Args:
+      config: of the optimizer; its `of_evaluation` is run.
+
     Let P be the number of devices along the axes of rows times micro_batches. The largest number of rows that P divides is
     cut into P pieces, as in a step. The remaining rows, fewer than P, become pieces of one row each. The other pieces are
     copies of the last row and count nothing. So for a loss that is a (weighted) mean over rows, totals and weights are
@@ -37,9 +40,6 @@ class Totals:
 
     In the global view a batch runs at once, so any loss is exact. If devices do not divide the batch, each device runs all
     of it. In this view a batch whose leaves do not agree on a number of rows, such as a graph, counts as one row.
-
-    Args:
-      config: of the optimizer; its `of_evaluation` is run.
     """
 
     def __init__(self, config: StrategyConfig):

@@ -105,17 +105,6 @@ class NonFinite(NamedTuple):
 def find_nan(opt: ShardedOptimizer, state: TrainState, batch: PyTree) -> NonFinite | None:
     """Find the first operation of a step with a NaN or infinite result, and the leaf, row and device that it belongs to.
 
-    The loss runs on one device: for the rows of each device and micro-batch, with the key of the step. In the global view it
-    runs for the whole batch. Then its gradient does. The first bad piece runs operation by operation. Loops
-    and calls are opened where they give such a value, so the search names a single operation, with the turns of the loops
-    around it. An infinity that does not reach the loss or a gradient is no finding, such as the -inf of a mask. Then bad
-    pieces are filled with copies of some of their rows, to find the rows that suffice.
-
-    Aux metrics are not searched: to find the cause of one, search with a loss that returns it.
-
-    On a context axis all positions get the key of the first device. A loss that reads the rows of other devices, by
-    `so.batch_mean` or `jax.lax.pmean`, runs for the whole batch. With a random key it is refused: search in the global view.
-
     Args:
       opt: a synchronous strategy; for `local_sgd` and `diloco`, the strategy inside.
       state: the train state before the bad step. It is not donated.
@@ -140,6 +129,17 @@ def find_nan(opt: ShardedOptimizer, state: TrainState, batch: PyTree) -> NonFini
       >>> found = so.find_nan(opt, opt.init({"w": jnp.ones(8)}), batch)
       >>> found.kind, found.direction, found.operation, found.leaf, found.rows, len(found.devices)
       ('NaN', 'forward', 'log', 'w', (5,), 1)
+
+    The loss runs on one device: for the rows of each device and micro-batch, with the key of the step. In the global view it
+    runs for the whole batch. Then its gradient does. The first bad piece runs operation by operation. Loops
+    and calls are opened where they give such a value, so the search names a single operation, with the turns of the loops
+    around it. An infinity that does not reach the loss or a gradient is no finding, such as the -inf of a mask. Then bad
+    pieces are filled with copies of some of their rows, to find the rows that suffice.
+
+    Aux metrics are not searched: to find the cause of one, search with a loss that returns it.
+
+    On a context axis all positions get the key of the first device. A loss that reads the rows of other devices, by
+    `so.batch_mean` or `jax.lax.pmean`, runs for the whole batch. With a random key it is refused: search in the global view.
 
     **Memory**: parameters, gradients and the activations of a piece, on the first device of each process. If no piece is bad, the
     whole batch runs at once too.

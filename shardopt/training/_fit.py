@@ -106,32 +106,6 @@ def fit(
     the next one. It waits only for an evaluation, a checkpoint, early stopping on a training metric, and the end. So
     at most two steps are in progress.
 
-    **Resuming.** If `checkpoints.resume` is set and a checkpoint is newer than `state`, train state, position in the
-    batches and early stopping are restored. The run then equals an unbroken one (bit for bit on the same mesh).
-
-    - Batches with `get_state` and `set_state` (grain) continue from their saved state.
-    - For other batches pass a fresh iterator; the batches already used are drawn and dropped. It must give the same
-      order as before; if it does not, a UserWarning says so.
-    - With several processes, all restore the position of the first process.
-
-    **End of the run.** It ends at `num_steps`, at early stopping, at SIGTERM, at a first Ctrl-C (a second one raises
-    KeyboardInterrupt) and after the last batch. Then the step is finished, a last evaluation runs (not after a
-    signal), and a checkpoint is written. Signals are noticed only in the main thread.
-
-    **Spikes.** With `on_spike="rollback"` a step is a spike by the rule of `so.transforms.skip_anomalies` with its defaults.
-    The run goes back to the newest snapshot or checkpoint. The batches drawn since are skipped. The window is saved too, so
-    a resumed run goes back at the same steps. After three rollbacks to the same snapshot the next spike ends the run.
-
-    **Local updates** (`local_sgd`, `diloco`). Evaluations during the run use `state.params` as last synchronized. The
-    returned state is `opt.synchronize` of the last state, and the last evaluation uses it. Checkpoints hold states
-    before synchronization, so a resumed run equals an unbroken one.
-
-    **Silent corruption.** With `verify_every` a run restores only a snapshot or checkpoint whose sums are right. A damaged
-    checkpoint is renamed to `<step>.damaged`, and the next copy is used.
-
-    **Several processes.** All call `fit` with the same arguments and draw the same number of batches. A signal or early
-    stopping on one process stops all at the same step. The first process shows progress and writes logs.
-
     Args:
       opt: a strategy such as `so.ddp` or `so.fsdp`, or `so.local_sgd` or `so.diloco` of a strategy.
       state: the state to start from; its memory is reused for the next state. Or `so.DeferredInit(params)`, or
@@ -199,6 +173,32 @@ def fit(
       >>> result = fit(opt, opt.init({"w": jnp.zeros(())}), [batch] * 50, num_steps=40, progress=False)
       >>> result.stopped, result.step, round(float(result.state.params["w"]), 3)
       ('completed', 40, 3.0)
+
+    **Resuming.** If `checkpoints.resume` is set and a checkpoint is newer than `state`, train state, position in the
+    batches and early stopping are restored. The run then equals an unbroken one (bit for bit on the same mesh).
+
+    - Batches with `get_state` and `set_state` (grain) continue from their saved state.
+    - For other batches pass a fresh iterator; the batches already used are drawn and dropped. It must give the same
+      order as before; if it does not, a UserWarning says so.
+    - With several processes, all restore the position of the first process.
+
+    **End of the run.** It ends at `num_steps`, at early stopping, at SIGTERM, at a first Ctrl-C (a second one raises
+    KeyboardInterrupt) and after the last batch. Then the step is finished, a last evaluation runs (not after a
+    signal), and a checkpoint is written. Signals are noticed only in the main thread.
+
+    **Spikes.** With `on_spike="rollback"` a step is a spike by the rule of `so.transforms.skip_anomalies` with its defaults.
+    The run goes back to the newest snapshot or checkpoint. The batches drawn since are skipped. The window is saved too, so
+    a resumed run goes back at the same steps. After three rollbacks to the same snapshot the next spike ends the run.
+
+    **Local updates** (`local_sgd`, `diloco`). Evaluations during the run use `state.params` as last synchronized. The
+    returned state is `opt.synchronize` of the last state, and the last evaluation uses it. Checkpoints hold states
+    before synchronization, so a resumed run equals an unbroken one.
+
+    **Silent corruption.** With `verify_every` a run restores only a snapshot or checkpoint whose sums are right. A damaged
+    checkpoint is renamed to `<step>.damaged`, and the next copy is used.
+
+    **Several processes.** All call `fit` with the same arguments and draw the same number of batches. A signal or early
+    stopping on one process stops all at the same step. The first process shows progress and writes logs.
     """
     _check_optimizer_and_state(opt, state)
     _check_batches(batches)

@@ -21,15 +21,6 @@ def average_params(
 
     Let p_1, p_2, ... be the parameters after steps start + every, start + 2 every, ... After n of them the average is
 
-        a_n = a_{n-1} + w_n (p_n - a_{n-1})    with    w_n = (1 - decay) / (1 - decay^n).
-
-    This is the exponential moving average that starts from 0, divided by 1 - decay^n: the bias correction of `optax.ema`.
-    With neither decay nor half_life, w_n = 1 / n: all count alike, as in stochastic weight averaging. Until p_1 the average
-    equals the parameters. Updates pass unchanged.
-
-    `opt.evaluate(state, batch, params="average")`, `so.training.evaluation(..., params="average")` and
-    `so.with_average(state)` use the average.
-
     Args:
       decay: the share of the old average that stays, above 0 and below 1, for each p_n.
       half_life: in place of decay, the number of steps after which a p_n counts half: decay = 2^(-every / half_life).
@@ -53,6 +44,15 @@ def average_params(
       ...     params = optax.apply_updates(params, updates)
       >>> float(params), round(float(state[1].average), 4)  # (0.5 * 2 + 1 * 1) / 1.5
       (1.0, 1.3333)
+
+        a_n = a_{n-1} + w_n (p_n - a_{n-1})    with    w_n = (1 - decay) / (1 - decay^n).
+
+    This is the exponential moving average that starts from 0, divided by 1 - decay^n: the bias correction of `optax.ema`.
+    With neither decay nor half_life, w_n = 1 / n: all count alike, as in stochastic weight averaging. Until p_1 the average
+    equals the parameters. Updates pass unchanged.
+
+    `opt.evaluate(state, batch, params="average")`, `so.training.evaluation(..., params="average")` and
+    `so.with_average(state)` use the average.
 
     **Equivalence**: in every strategy the average equals the average of one device. With local updates each replica averages its own
     parameters, and the average that is read is the mean over the replicas.

@@ -27,12 +27,6 @@ def clip_by_global_norm(
     g <- g min(1, max_norm / |g|), where |g|^2 is the sum over sharded leaves of psum(sum x^2), plus the sum over
     replicated leaves of sum x^2.
 
-    A leaf that is sharded over an axis has different elements on each device. A replicated leaf has the same elements on
-    all devices, so it must count once. Values do not show which leaves are sharded. `update` takes this from `split`, or
-    from the types of a `shard_map` with `check_vma=True`, and raises an error if it has neither.
-
-    Average the gradients first: replicated leaves that still differ between devices have no common norm.
-
     Args:
       max_norm: the largest norm.
       axis_names: the axis or axes that leaves are sharded over.
@@ -60,6 +54,12 @@ def clip_by_global_norm(
       >>> print(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")(grads)["whole"])
       [[1.5]
        [1.5]]
+
+    A leaf that is sharded over an axis has different elements on each device. A replicated leaf has the same elements on
+    all devices, so it must count once. Values do not show which leaves are sharded. `update` takes this from `split`, or
+    from the types of a `shard_map` with `check_vma=True`, and raises an error if it has neither.
+
+    Average the gradients first: replicated leaves that still differ between devices have no common norm.
 
     **Equivalence**: equal to `optax.clip_by_global_norm(max_norm)` of the unsharded gradients, up to summation order, also
     for NaN and inf.

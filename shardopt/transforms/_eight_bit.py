@@ -51,18 +51,6 @@ def eight_bit(
     Each step decodes the moments, runs `inner`, and rounds the new moments to codes. A code stands for one of 256 numbers
     (the dynamic map), times the largest magnitude s of the block:
 
-        update, m = inner(gradient, s_m decode(c_m)),   s_m = max |m|,   c_m = encode(m / s_m)
-
-    A block is `block_size` neighbouring elements. It avoids the leaf's longest dim, which strategies shard: a block is a
-    row of an inner dim, or a tile if that dim is too short. Blocks depend only on the shape of the leaf, so training is
-    the same on any number of devices.
-
-    A leaf of `inner`'s state is rounded only if it is under a name in `signed` or `unsigned`, and if a parameter has its
-    key path and shape. Not rounded are leaves
-
-    - with fewer than `min_elements` elements, or
-    - whose dims have too few factors of two for blocks of 16.
-
     Args:
       inner: an optax transformation.
       block_size: the number of elements that share a scale, a power of two.
@@ -85,6 +73,18 @@ def eight_bit(
       (dtype('uint8'), (512, 4), dtype('float32'))
       >>> sum(x.nbytes for x in jax.tree.leaves(state)) / (512 * 256)
       2.140655517578125
+
+        update, m = inner(gradient, s_m decode(c_m)),   s_m = max |m|,   c_m = encode(m / s_m)
+
+    A block is `block_size` neighbouring elements. It avoids the leaf's longest dim, which strategies shard: a block is a
+    row of an inner dim, or a tile if that dim is too short. Blocks depend only on the shape of the leaf, so training is
+    the same on any number of devices.
+
+    A leaf of `inner`'s state is rounded only if it is under a name in `signed` or `unsigned`, and if a parameter has its
+    key path and shape. Not rounded are leaves
+
+    - with fewer than `min_elements` elements, or
+    - whose dims have too few factors of two for blocks of 16.
 
     **Equivalence**: not equal to `inner`. Under any strategy it equals one device with `eight_bit(inner)`, up to summation
     order, except for numbers half way between two codes.

@@ -53,16 +53,6 @@ def skip_anomalies(
 ) -> optax.GradientTransformationExtraArgs:
     """Skip a step whose loss or gradient norm is not finite, or lies far above the last ones.
 
-    Let m and s be the mean and the standard deviation of the losses of the last `window` steps that were taken. A step is
-    an anomaly if its loss is above m + loss_z max(s, |m| / 100), or if its gradient norm is above the same bound of the
-    norms with norm_z. The bounds hold once half of the window is full. A loss or norm that is NaN or infinite is an
-    anomaly at every step.
-
-    A skipped step leaves the parameters and the state of `inner` as they are, bit for bit: momenta, counters and keys. Its
-    loss and norm do not enter the window.
-
-    Put it outside of the whole chain, so that it sees the gradients that the loss gave.
-
     Args:
       inner: the transformation of the steps that are taken, such as `optax.adamw(1e-3)`.
       loss_z: how many standard deviations a loss may be above the mean; None if finite losses are no anomalies.
@@ -90,6 +80,16 @@ def skip_anomalies(
       -1.1 False
       -0.0 True
       -0.9 False
+
+    Let m and s be the mean and the standard deviation of the losses of the last `window` steps that were taken. A step is
+    an anomaly if its loss is above m + loss_z max(s, |m| / 100), or if its gradient norm is above the same bound of the
+    norms with norm_z. The bounds hold once half of the window is full. A loss or norm that is NaN or infinite is an
+    anomaly at every step.
+
+    A skipped step leaves the parameters and the state of `inner` as they are, bit for bit: momenta, counters and keys. Its
+    loss and norm do not enter the window.
+
+    Put it outside of the whole chain, so that it sees the gradients that the loss gave.
 
     **Equivalence**: in every strategy the loss and the norm belong to the whole batch and to all parameters, so all devices
     and processes decide alike, as on one device. With local updates each replica decides by itself. In your own

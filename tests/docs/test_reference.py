@@ -100,6 +100,9 @@ def test_a_function_tells_what_it_does_and_every_argument(name):
     if (len(inspect.signature(PUBLIC[name]).parameters) > 2 and not elsewhere) or arguments:
         told = re.findall(r"^  \*{0,2}(\w+): ", arguments, re.MULTILINE)
         assert sorted(told) == sorted(inspect.signature(PUBLIC[name]).parameters)
+    notes = re.search(r"^\*\*", text, re.MULTILINE)
+    last_section = max(text.find(f"\n{section}:\n") for section in ("Args", "Returns", "Raises", "Example"))
+    assert notes is None or notes.start() > last_section, "notes follow the call"
 
 
 def test_a_class_has_a_docstring_of_its_own():
