@@ -21,6 +21,8 @@ from shardopt.mesh import device_kind_or_default
 from shardopt.nn._kernel_tiles import LANES, vmem
 
 LARGEST, STRIP = 127, 256
+_ROWS, _BYTES = 32, 22
+"""Rows of a register of int8, and the bytes of VMEM for a number that is rounded: two buffers of it, and float32."""
 
 
 @jax.custom_vjp
@@ -36,9 +38,7 @@ def int8_product(x: Float[Array, "B T K"], weight: Float[Array, "C K N"]) -> Flo
 def _with_residuals(x: Array, weight: Array) -> tuple[Array, tuple[Array, ...]]:
     (B, T, K), (C, _, N) = x.shape, weight.shape
     (qx,), x_scale = round_rows(x.reshape(1, B * T, K))
-    wide = weight.astype(jnp.float32)  # XLA rounds it: its channels may lie in any order
-    weight_scale = jnp.max(jnp.abs(wide), axis=1, keepdims=True) / LARGEST
-    qw = _divided(wide, weight_scale)
+    qw, weight_scale = (array[:, 0] for array in round_columns(weight[:, None]))
     y = forward(qx, x_scale, qw, weight_scale, dtype=jnp.result_type(x.dtype, weight.dtype))
     residuals = jnp.zeros(0, x.dtype), jnp.zeros(0, weight.dtype), qx, x_scale, qw, weight_scale
     return y.reshape(C, B, T, N), residuals
@@ -71,7 +71,7 @@ def round_rows(
     from jax.experimental import pallas as pl  # imported late, since the import takes long
 
     C, M, K = x.shape
-    block = largest_block(M, 512, 22 * C * K)
+    block = largest_block(M, 512, _ROWS, _BYTES * C * K)
     spec = pl.BlockSpec((C, block, K), lambda i: (0, i, 0))
     in_specs = [spec] + [pl.BlockSpec((C, 1, K), lambda i: (0, 0, 0))] * (factor is not None)
     return _call(
@@ -98,32 +98,35 @@ def _round_rows(x_ref: Any, *refs: Any) -> None:
         for c, part in enumerate(parts):
             numbers[c, rows] = _divided(part, scales)
 
-    _by_strips(x_ref.shape[1], 32, round_strip)
+    _by_strips(x_ref.shape[1], _ROWS, round_strip)
 
 
 def round_columns(
-    x: Float[Array, "C B T N"], factor: Float[Array, "B T 1"]
+    x: Float[Array, "C B T N"], factor: Float[Array, "B T 1"] | None = None
 ) -> tuple[Int8[Array, "C B T N"], Float[Array, "C B 1 N"]]:
     """Return x times a factor of each position, rounded, and a scale for each row and channel over T."""
     from jax.experimental import pallas as pl
 
     C, B, T, N = x.shape
-    block = largest_block(N, 512, 22 * T)
+    block = largest_block(N, 512, LANES, _BYTES * T)
     spec = pl.BlockSpec((None, None, T, block), lambda c, b, j: (c, b, 0, j))
     return _call(
         _round_columns,
         (C, B, N // block),
-        [x, factor],
-        [spec, pl.BlockSpec((None, T, 1), lambda c, b, j: (b, 0, 0))],
+        [x] if factor is None else [x, factor],
+        [spec] + [pl.BlockSpec((None, T, 1), lambda c, b, j: (b, 0, 0))] * (factor is not None),
         [spec, pl.BlockSpec((None, None, 1, block), lambda c, b, j: (c, b, 0, j))],
         [jax.ShapeDtypeStruct(x.shape, jnp.int8), jax.ShapeDtypeStruct((C, B, 1, N), jnp.float32)],
         name="round_columns",
     )
 
 
-def _round_columns(x_ref: Any, factor: Any, numbers: Any, scale: Any) -> None:
+def _round_columns(x_ref: Any, *refs: Any) -> None:
+    *factor, numbers, scale = refs
+
     def round_strip(columns: Any) -> None:
-        x = x_ref[:, columns].astype(jnp.float32) * factor[...]
+        x = x_ref[:, columns].astype(jnp.float32)
+        x = x * factor[0][...] if factor else x
         scales = jnp.max(jnp.abs(x), axis=0, keepdims=True) / LARGEST
         scale[:, columns] = scales
         numbers[:, columns] = _divided(x, scales)
@@ -296,12 +299,19 @@ def tile_of(rows: int, columns: int, summed: int, most: int = 1024) -> Tile:
     return Tile(math.gcd(rows, LANES), math.gcd(columns, LANES))
 
 
-def largest_block(size: int, most: int, bytes_of_one: int) -> int:
-    """Return the largest block of a dim, a divisor that is at most `most`, that fits into VMEM; at least 32 if that divides it."""
+def largest_block(size: int, most: int, least: int, bytes_of_one: int) -> int:
+    """Return the largest block of a dim between `least` and `most`, which are powers of 2, that fits into VMEM."""
     block = math.gcd(size, most)
-    while block > 32 and block * bytes_of_one > vmem():
+    while block > least and block * bytes_of_one > vmem():
         block //= 2
     return block
+
+
+def fits(parts: int, length: int, summed: int, channels: int) -> bool:
+    """Return whether the kernels take a product: sizes are multiples of 128, and whole rows and columns fit into VMEM."""
+    row, column = parts * max(summed, channels), max(length, summed)
+    is_whole = not (length % LANES or summed % LANES or channels % LANES)
+    return is_whole and _BYTES * max(_ROWS * row, LANES * column) <= vmem()
 
 
 def _call(

@@ -15,7 +15,8 @@ from jaxtyping import Array, Float
 from shardopt.core._errors import format_error
 from shardopt.core._types import wide_dtype
 from shardopt.mesh import device_kind_or_default, is_analysed, mesh_under_trace
-from shardopt.nn._int8_product import LANES, int8_product, inverse
+from shardopt.nn._int8_product import fits as takes
+from shardopt.nn._int8_product import int8_product, inverse
 from shardopt.nn._low_rank import LowRank
 from shardopt.nn._order import manual_context_axes
 
@@ -50,27 +51,36 @@ def quantized_einsum(
 
     With q(a) = round(a / s) and s = max |a| / m, where m is the largest number of the 8 bits:
 
-        y  = s_x s_w (q(x) q(w)), summed in int32 or float32, returned in the dtype of x and weight
-        dx = s_g s_w (q(g) q(w)), for the gradient g, whose rows are scaled over the outputs
-        dw = x^T g without quantisation, in the dtype of x and weight
+        y  = s_x s_w (q(x) q(w))      s_x of each token, s_w of each channel: each index of the weight that the result has
+        dx = s_g (q(g s_w) q(w))      s_g of each token
+        dw = s_h (q(x)^T q(g s_x))    s_h of each row and channel
 
-    Each row of x (each token) has a scale over the summed dims, and the whole weight has one scale. "int8" rounds to the nearest
-    of -127 to 127. "fp8" is e4m3fn, with 3 bits of fraction, up to 448; g uses e5m2, with 2 bits, up to 57344. Gradients ignore
-    the rounding (straight through). The product over tokens, dw, stays in the higher precision, since its scales would need
-    tokens of other devices and micro-batches. So two of three products are in 8 bits.
+    g is the gradient of y. One copy of a weight and one of x serve both passes, because their scales are multiplied into g before
+    it is rounded. "int8" rounds to the nearest of -127 to 127. "fp8" is e4m3fn, with 3 bits of fraction, up to 448; g uses
+    e5m2, with 2 bits, up to 57344. Gradients ignore the rounding (straight through).
 
-    **Equivalence**: the result of a token depends only on this token and the weight. So strategies, mesh sizes and micro-batches
-    equal one device with the same `precision`, up to summation order. If a different order moves a number across a rounding
-    boundary, the number changes by one step of the 8 bits (in float64: practically never).
+    **Rows**: of the dims of tokens, the last one counts positions, and the others count rows. With a single dim of tokens, dw
+    is x^T g without rounding, since devices may share this dim.
+
+    **Kernels**: on TPU, Pallas kernels compute all three products of "int8" in 8 bits. They need whole rows and weights on a
+    device (neither tensor nor context axes, no `view="global"`), at least one dim of rows, x as "rows, positions, summed dims",
+    sizes in multiples of 128, and rows and columns that fit into VMEM. Otherwise, on GPU, and for "fp8", XLA multiplies y and dx in
+    8 bits. It multiplies the same rounded numbers of dw in the dtype of the gradients.
+
+    **Equivalence**: scales are of a token, a row or a channel, and no row is shared but over context, where devices take the
+    maximum of all. So strategies, mesh sizes and micro-batches equal one device with the same `precision`, up to summation order. If a
+    different order moves a number across a rounding boundary, the number changes by one step of the 8 bits (in float64:
+    practically never).
 
     **Placement**: weights are not cast, so master weights stay in float32.
 
-    **Communication**: none over data and context. If a weight is sharded over tensor, its maximum is sent. If summed dims are
-    sharded over tensor, maxima of tokens (4 bytes each) and partial sums in 32 bits are sent too.
+    **Communication**: none over data. Over context, the maxima of g s_x are sent, 4 bytes a row and channel. If summed dims are
+    sharded over tensor, maxima of tokens and channels and partial sums in 32 bits are sent. If channels are, maxima of tokens'
+    gradients.
 
     References:
       Wortsman et al., "Stable and low-precision training for large-scale vision-language models", 2023, algorithm 1
-      (SwitchBack: rows of x and g, the whole of w; the product over tokens keeps its precision). Micikevicius et al., "FP8
+      (SwitchBack, which has one scale for w; there the product over tokens keeps its precision). Micikevicius et al., "FP8
       Formats for Deep Learning", 2022 (e4m3 forwards, e5m2 backwards).
     """
     if isinstance(weight, LowRank):
@@ -259,7 +269,7 @@ def _by_kernels(product: Product, x: Array, weight: Array) -> Array | None:
     sizes = dict(zip(product.x + product.weight, x.shape + weight.shape, strict=True))
     size = lambda letters: math.prod(sizes[letter] for letter in letters)  # noqa: E731
     C, B, T, K, N = map(size, (parts, product.tokens[:-1], product.tokens[-1], summed, rest))
-    if T % LANES or K % LANES or N % LANES:
+    if not takes(C, T, K, N):
         return None
     ordered = jnp.transpose(weight, [product.weight.index(letter) for letter in parts + summed + rest])
     y = int8_product(x.reshape(B, T, K), ordered.reshape(C, K, N))

@@ -15,6 +15,7 @@ from support.tiers import tiered
 import shardopt as so
 from shardopt.models import _transformer as transformer
 from shardopt.models import gpt
+from shardopt.nn import _low_precision
 from shardopt.nn._low_precision import check_precision
 from shardopt.planning import Transformer
 from shardopt.planning._models import RULES
@@ -39,11 +40,17 @@ def test_numbers_are_those_of_the_formula(precision, x64):
     y, pull = jax.vjp(lambda x, w: so.nn.quantized_einsum(SUBSCRIPTS, x, w, precision=precision), x, w)
     dx, dw = pull(jnp.asarray(g))
     own = (np.int8,) * 2 if precision == "int8" else (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
-    expected = np.einsum(SUBSCRIPTS, rounded(x, (2,), own[0]), rounded(w, (0, 1, 2), own[0]))
+    qx, qw = rounded(x, (2,), own[0]), rounded(w, (0,), own[0])
+    expected = np.einsum(SUBSCRIPTS, qx, qw)
     np.testing.assert_allclose(y, expected, rtol=1e-12, atol=1e-12)
-    expected = np.einsum("cbtf,dcf->btd", rounded(g, (0, 3), own[1]), rounded(w, (0, 1, 2), own[0]))
+    # the scales of the weight, and of x, are in the gradient before it is rounded
+    weight_scale = (np.abs(w).max(0) / MAX[own[0]])[:, None, None]
+    expected = np.einsum("cbtf,dcf->btd", rounded(g * weight_scale, (0, 3), own[1]), qw / weight_scale[:, 0, 0])
     np.testing.assert_allclose(dx, expected, rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(dw, np.einsum("btd,cbtf->dcf", x, g), rtol=1e-12)
+    x_scale = np.abs(x).max(2, keepdims=True) / MAX[own[0]]
+    numbers = np.divide(qx, x_scale, out=np.zeros_like(qx), where=x_scale != 0)
+    expected = np.einsum("btd,cbtf->dcf", numbers, rounded(g * x_scale, (2,), own[1]))
+    np.testing.assert_allclose(dw, expected, rtol=1e-12, atol=1e-12)
     # and near what they stand for
     error = relative_difference(y, np.einsum(SUBSCRIPTS, x, w))
     assert 1e-4 < error < {"int8": 0.02, "fp8": 0.06}[precision]
@@ -55,6 +62,73 @@ def test_what_is_not_finite_stays_so(precision):
     x = jnp.ones((3, 4)).at[1, 2].set(jnp.nan).at[2, 0].set(jnp.inf)
     y = so.nn.quantized_einsum("td,df->tf", x, jnp.ones((4, 2)), precision=precision)
     assert jnp.isfinite(y).tolist() == [[True] * 2, [False] * 2, [False] * 2]
+
+
+@pytest.mark.fast
+def test_a_single_dim_of_tokens_keeps_the_gradient_of_the_weight(x64):
+    """Such a dim may be the batch, which devices share: they would have scales of their own rows."""
+    rng = np.random.default_rng(1)
+    x, w, g = rng.normal(size=(6, 4)), rng.normal(size=(4, 3)), rng.normal(size=(6, 3))
+    _, pull = jax.vjp(lambda w: so.nn.quantized_einsum("td,df->tf", x, w, precision="int8"), w)
+    np.testing.assert_allclose(pull(jnp.asarray(g))[0], x.T @ g, rtol=1e-12)
+
+
+def kernels_of(monkeypatch):
+    """Let `quantized_einsum` use its kernels for TPU; they run interpreted, since jax's devices are not TPUs."""
+    monkeypatch.setattr(_low_precision, "device_kind_or_default", lambda: "TPU v6 lite")
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "shapes"),
+    tiered(
+        [
+            ("btd,dcf->cbtf", ((2, 256, 128), (128, 2, 128))),
+            ("btd,dhk->bthk", ((2, 128, 256), (256, 2, 64))),
+            ("bthk,hkd->btd", ((1, 256, 2, 64), (2, 64, 256))),
+        ],
+        lambda row: "c" in row[0],
+        ids=lambda row: row[0],
+    ),
+)
+def test_kernels_compute_the_same_numbers(subscripts, shapes, monkeypatch):
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32).at[:, 1].set(0) for shape in shapes)
+    product = lambda x, w: so.nn.quantized_einsum(subscripts, x, w, precision="int8")  # noqa: E731
+    g = jnp.asarray(rng.normal(size=jax.eval_shape(product, x, w).shape), jnp.float32)
+
+    def traced():
+        def run(x, w, g):
+            y, pull = jax.vjp(product, x, w)
+            return y, *pull(g)
+
+        return jax.jit(run).trace(x, w, g)
+
+    expected = traced().lower().compile()(x, w, g)
+    kernels_of(monkeypatch)
+    by_kernels = traced()
+    jaxpr = str(by_kernels.jaxpr)
+    for name in ("round_rows", "round_columns", "int8_forward", "int8_gradient_of_tokens", "int8_gradient_of_weight"):
+        assert name in jaxpr
+    for a, b in zip(by_kernels.lower().compile()(x, w, g), expected, strict=True):
+        assert relative_difference(a, b) < 1e-5  # of a step of the 8 bits, 1e-2
+
+
+@pytest.mark.fast
+def test_kernels_take_whole_rows_in_multiples_of_128(monkeypatch):
+    kernels_of(monkeypatch)
+
+    def uses_kernels(subscripts, *shapes, precision="int8"):
+        operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+        product = lambda x, w: so.nn.quantized_einsum(subscripts, x, w, precision=precision)  # noqa: E731
+        return "int8_forward" in str(jax.make_jaxpr(product)(*operands))
+
+    assert uses_kernels("btd,df->btf", (2, 128, 256), (256, 384))
+    assert not uses_kernels("btd,df->btf", (2, 128, 256), (256, 384), precision="fp8")
+    assert not uses_kernels("btd,df->btf", (2, 64, 256), (256, 384))
+    assert not uses_kernels("btd,df->btf", (2, 128, 64), (64, 384))
+    assert not uses_kernels("btd,df->btf", (2, 128, 256), (256, 64))
+    assert not uses_kernels("td,df->tf", (128, 256), (256, 384))
+    assert not uses_kernels("btd,df->tbf", (2, 128, 256), (256, 384))
 
 
 @pytest.mark.fast
