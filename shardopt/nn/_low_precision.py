@@ -3,7 +3,9 @@
 Scales are of one token, one channel of a weight, or one row of tokens, so many devices quantise as one does.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 import jax
@@ -19,6 +21,7 @@ from shardopt.nn._int8_product import fits as takes
 from shardopt.nn._int8_product import int8_product, inverse
 from shardopt.nn._low_rank import LowRank
 from shardopt.nn._order import manual_context_axes
+from shardopt.trace._marks import ROW_MAXIMUM, marked
 
 Precision = Literal["int8", "fp8"]
 
@@ -209,7 +212,7 @@ def _backward(product: Product, residuals: tuple[Array, ...], grad: Array) -> tu
     if product.rounds_weight_gradient:
         kept = product.tokens[:-1] + product.channels
         scaled_grad = _scaled(wide, product.out, rounded_x)
-        rounded = _round(scaled_grad, product.out, kept, dtype, across=tuple(manual_context_axes()))
+        rounded = _round(scaled_grad, product.out, kept, dtype, maximum=_row_maximum)
         factors = qx, _scaled(rounded.numbers.astype(wide.dtype), product.out, rounded)
     factors = (factor.astype(grad.dtype) for factor in factors)
     dw = jnp.einsum(f"{product.x},{product.out}->{product.weight}", *factors)
@@ -229,15 +232,29 @@ def _multiply(a: Rounded, a_letters: str, b: Rounded, b_letters: str, out: str) 
     return jnp.einsum(f"{a_letters},{b_letters}->{out}", *numbers, preferred_element_type=sums).astype(wide)
 
 
-def _round(a: Array, letters: str, kept: str, dtype: DTypeLike, across: tuple[str, ...] = ()) -> Rounded:
-    """Return a / scale, rounded, with a scale for each index of the `kept` dims. NaN and infinity become NaN.
+def _maximum(a: Array, dims: tuple[int, ...]) -> Array:
+    return jnp.max(jnp.abs(a), axis=dims, keepdims=True)
 
-    Devices of the mesh axes `across` hold parts of the other dims, and share scales.
-    """
+
+def _row_maximum(a: Array, dims: tuple[int, ...]) -> Array:
+    """Return the maximum over positions, of all devices along context."""
+    if is_analysed():
+        return marked(ROW_MAXIMUM, functools.partial(_maximum, dims=dims))(a)
+    axes = tuple(manual_context_axes())
+    return jax.lax.pmax(_maximum(a, dims), axes) if axes else _maximum(a, dims)
+
+
+def _round(
+    a: Array,
+    letters: str,
+    kept: str,
+    dtype: DTypeLike,
+    maximum: Callable[[Array, tuple[int, ...]], Array] = _maximum,
+) -> Rounded:
+    """Return a / scale, rounded, with a scale for each index of the `kept` dims. NaN and infinity become NaN."""
     dims = tuple(i for i, letter in enumerate(letters) if letter not in kept)
     wide = a.astype(wide_dtype(a.dtype))
-    largest = jnp.max(jnp.abs(wide), axis=dims, keepdims=True)
-    largest = jax.lax.pmax(largest, across) if across else largest
+    largest = maximum(wide, dims)
     scale = largest / (jnp.iinfo(dtype).max if dtype == jnp.int8 else float(jnp.finfo(dtype).max))
     scaled = wide * inverse(scale)
     rounded = jnp.round(scaled) if dtype == jnp.int8 else scaled
