@@ -20,6 +20,7 @@ from shardopt.nn._low_precision import check_precision
 from shardopt.planning import Transformer
 from shardopt.planning._models import RULES
 
+INT8_KERNELS = ("int8_forward", "int8_gradient_of_tokens", "int8_gradient_of_weight")
 SUBSCRIPTS = "btd,dcf->cbtf"
 MAX = {np.int8: 127, ml_dtypes.float8_e4m3fn: 448, ml_dtypes.float8_e5m2: 57344}
 
@@ -107,7 +108,7 @@ def test_kernels_compute_the_same_numbers(subscripts, shapes, monkeypatch):
     kernels_of(monkeypatch)
     by_kernels = traced()
     jaxpr = str(by_kernels.jaxpr)
-    for name in ("round_rows", "round_columns", "int8_forward", "int8_gradient_of_tokens", "int8_gradient_of_weight"):
+    for name in ("round_rows", "round_columns", *INT8_KERNELS):
         assert name in jaxpr
     for a, b in zip(by_kernels.lower().compile()(x, w, g), expected, strict=True):
         assert relative_difference(a, b) < 1e-5  # of a step of the 8 bits, 1e-2
@@ -195,7 +196,7 @@ def test_many_devices_quantise_as_one(precision, name, sizes, options, mesh_of, 
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "topology"), [("int8", "v5e:2x4"), ("fp8", "tpu7x:2x2x1")])
 def test_on_tpu_the_products_are_in_eight_bits(precision, topology):
-    """Of five products of a block those forwards and to activations; fails where libtpu is not installed."""
+    """Of five products of a block, all of int8; of fp8 those forwards and to activations. Fails where libtpu is not installed."""
     shape = Transformer("t", 256, 2, 4, 512, 1024, 128, num_kv_heads=2)
     report = so.aot(
         lambda mesh: so.fsdp(optax.sgd(0.1), mesh, transformer.model(shape, precision=precision)),
@@ -208,5 +209,9 @@ def test_on_tpu_the_products_are_in_eight_bits(precision, topology):
         dtypes = dict(re.findall(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\w+)\[", computation, re.MULTILINE))
         for operands in re.findall(r" (?:dot|convolution)\(([^)]*)\)", computation):
             found.append(tuple(dtypes.get(one.split("%")[-1].strip(), "?") for one in operands.split(",")[:2]))
-    eight = {"int8": {("s8", "s8"): 10}, "fp8": {("f8e4m3fn", "f8e4m3fn"): 5, ("f8e5m2", "f8e4m3fn"): 5}}[precision]
+    if precision == "int8":
+        names = re.findall(r"%(int8_\w+?)[.\d]* = .*tpu_custom_call", report.text)
+        assert {name: names.count(name) for name in names} == dict.fromkeys(INT8_KERNELS, 5)
+        return
+    eight = {("f8e4m3fn", "f8e4m3fn"): 5, ("f8e5m2", "f8e4m3fn"): 5}
     assert {pair: found.count(pair) for pair in eight} == eight, found
