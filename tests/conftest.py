@@ -82,7 +82,7 @@ def x64():
         yield
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def mesh_of():
     """Return a function from axis sizes to a mesh over the first devices that they need."""
     import math

@@ -15,7 +15,7 @@ import numpy as np
 from shardopt.collectives import all_to_all
 from shardopt.config._config import StrategyConfig
 from shardopt.matrices._blockwise import match_variables
-from shardopt.matrices._owned_tasks import CutLeaves, OwnedStage, OwnedTask, Transfer, owner_axes
+from shardopt.matrices._owned_tasks import CutLeaves, OwnedStage, OwnedTask, Transfer
 from shardopt.mesh import spec_axes
 from shardopt.trace._parts import Trace, jaxpr_of_part
 
@@ -291,7 +291,7 @@ def _unit_functions(stage: OwnedStage, tasks: Sequence[OwnedTask], retrace: Retr
 
 def _plan_exchange(config: StrategyConfig, stage: OwnedStage) -> _Exchange:
     """Give the units of every owner their slots in the rows that devices exchange."""
-    sizes = {axis: config.mesh_shape[axis] for axis in owner_axes(config)}
+    sizes = {axis: config.mesh_shape[axis] for axis in stage.axes}
     programs = {key: i for i, key in enumerate(dict.fromkeys(owned_task.key for owned_task in stage.tasks))}
     owners: list[list[_Unit]] = [[] for _ in range(math.prod(sizes.values()))]
     totals: tuple[dict[np.dtype, int], dict[np.dtype, int]] = ({}, {})

@@ -1,9 +1,10 @@
 """The tasks of an update as units of work on owners: the arrays that each unit exchanges, its cost, and its owner."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import jax
 import jax.extend.core as jex
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -75,29 +76,38 @@ class OwnedStage(NamedTuple):
     """Tasks that run at the same time, unit by unit on their owners.
 
     Attributes:
+      axes: the axes that owners are along. Devices along other axes have other matrices, and share out those.
       tasks: tasks whose inputs are sent to owners.
       local_tasks: tasks of stacked matrices that live at their owners: nothing is sent.
       units: (task, block) of each unit of `tasks`.
-      owners: the owner of each unit, its index along the axes of owners.
+      owners: the owner of each unit, its index along `axes`.
       traces: the traces of the update that units run, by the leaves that are cut.
     """
 
+    axes: tuple[str, ...]
     tasks: tuple[OwnedTask, ...]
     local_tasks: tuple[OwnedTask, ...]
     units: tuple[tuple[int, int], ...]
     owners: tuple[int, ...]
     traces: dict[CutLeaves, Trace]
 
-    @property
-    def costs(self) -> list[float]:
-        """The cost of each unit."""
-        return [self.tasks[task].cost for task, _ in self.units]
-
 
 def owner_axes(config: StrategyConfig) -> tuple[str, ...]:
     """Return the axes that owners are along: the axes that a placement shards over, and tensor."""
     tensor = ("tensor",) if config.mesh_shape.get("tensor", 1) > 1 else ()
     return (*shard_axes(config.mesh_shape).names, *tensor)
+
+
+def owner_numbers(config: StrategyConfig, axes: Sequence[str]) -> np.ndarray:
+    """Return the numbers of owners, [devices along the other axes of owners, devices along `axes`]."""
+    all_axes, sizes = owner_axes(config), config.mesh_shape
+    numbers = np.arange(math.prod(sizes[axis] for axis in all_axes)).reshape([sizes[axis] for axis in all_axes])
+    order = [*(axis for axis in all_axes if axis not in axes), *axes]
+    return numbers.transpose([all_axes.index(axis) for axis in order]).reshape(-1, _size(config, axes))
+
+
+def _size(config: StrategyConfig, axes: Sequence[str]) -> int:
+    return math.prod(config.mesh_shape[axis] for axis in axes)
 
 
 def plan_stages(
@@ -118,48 +128,77 @@ def plan_stages(
             leaves.setdefault(groups.group_number(var), []).append(i)
     tasks = find_tasks(full_trace, groups)
     cuts = _Cuts(layout.trained, full_trace, retrace, [leaves.get(task.group, []) for task in tasks])
-    count = math.prod(config.mesh_shape[axis] for axis in owner_axes(config))
-    stages: dict[int, list[OwnedTask]] = {}
+    all_axes, specs = owner_axes(config), _specs_of(layout, full_trace)
+    stages: dict[tuple[int, tuple[str, ...]], list[OwnedTask]] = {}
     local_tasks: dict[int, list[OwnedTask]] = {}
     without_owner: list[Owned] = []
     for task in tasks:
         task_leaves = leaves.get(task.group, [])
         task_plans = [layout.trained[i] for i in task_leaves]
-        state_axes = {None if plan.owned is None else plan.owned[0] for plan in task_plans}
-        if len(state_axes) > 1 or (state_axes <= {None} and count == 1):
+        is_moved = {plan.stacked and plan.owned is not None for plan in task_plans}
+        if len(is_moved) > 1 or (is_moved <= {False} and _size(config, all_axes) == 1):
             continue
         cut = cuts.cut(task, task_leaves)
-        block_axes = next(iter(state_axes - {None}), None)
-        if block_axes or (cut is not None and (block_axes := _axes_of_whole_matrices(task_plans))):
-            if cut is not None:  # a task of several blocks is left to the partitioner
-                local_task = _make_owned_task(config, task, task_plans, full_trace, cut, block_axes)
-                local_tasks.setdefault(task.stage, []).append(local_task)
+        if True in is_moved and cut is None:
+            continue  # a task of several blocks is left to the partitioner
+        block_axes = () if cut is None else tuple(spec_axes(task_plans[0].state_spec(sharded=True)[:1]))
+        axes = tuple(axis for axis in all_axes if axis not in block_axes)
+        if True in is_moved or (cut is not None and (_size(config, axes) == 1 or _are_whole(task_plans))):
+            local_task = _make_owned_task(config, task, task_plans, full_trace, specs, cut, block_axes, is_local=True)
+            local_tasks.setdefault(task.stage, []).append(local_task)
             continue
         if cut is None and any(plan.pipelined for plan in task_plans):
             because = "the optimizer mixes the blocks of a leaf, and each stage of the pipeline holds only some of them"
             without_owner.append(Owned(tuple(plan.path for plan in task_plans), (), because))
             continue
-        stages.setdefault(task.stage, []).append(_make_owned_task(config, task, task_plans, full_trace, cut))
-    return [
-        _make_stage(tuple(stages.get(i, ())), tuple(local_tasks.get(i, ())), count, cuts.traces)
-        for i in sorted({*stages, *local_tasks})
-    ], without_owner
+        owned_task = _make_owned_task(config, task, task_plans, full_trace, specs, cut, block_axes)
+        stages.setdefault((task.stage, axes), []).append(owned_task)
+    result = []
+    for stage in sorted({*local_tasks, *(stage for stage, _ in stages)}):
+        if stage in local_tasks:
+            result.append(OwnedStage((), (), tuple(local_tasks[stage]), (), (), cuts.traces))
+        loads = np.zeros(_size(config, all_axes))
+        # those with the fewest owners first: the others have more freedom to even out
+        for axes in sorted((axes for i, axes in stages if i == stage), key=lambda axes: (len(axes), axes)):
+            result.append(_make_stage(config, axes, tuple(stages[stage, axes]), loads, cuts.traces))
+    return result, without_owner
+
+
+def _specs_of(layout: Layout, trace: Trace) -> dict[jex.Var, PartitionSpec]:
+    """Return the specs of the state that an update reads and returns."""
+    count, opt_state = len(layout.trained), layout.specs.opt_state
+    specs = jax.tree.leaves(opt_state if layout.compression is None else opt_state.optimizer)
+    state_vars = (*trace.jaxpr.invars[count : -count - 1], *trace.jaxpr.outvars[count:])
+    return {var: spec for var, spec in zip(state_vars, specs * 2, strict=True) if not isinstance(var, jex.Literal)}
 
 
 def _make_stage(
-    tasks: tuple[OwnedTask, ...], local_tasks: tuple[OwnedTask, ...], num_owners: int, traces: dict[CutLeaves, Trace]
+    config: StrategyConfig,
+    axes: tuple[str, ...],
+    tasks: tuple[OwnedTask, ...],
+    loads: np.ndarray,
+    traces: dict[CutLeaves, Trace],
 ) -> OwnedStage:
+    """Return tasks with an owner for each unit, and add the costs of the units to `loads`, the loads of all owners."""
     # units of one program are adjacent, so that devices have the same mixtures of programs
     order = sorted(range(len(tasks)), key=lambda i: (-tasks[i].cost, tasks[i].key, i))
     units = tuple((i, block) for i in order for block in range(tasks[i].blocks))
-    owners = share_out([tasks[i].cost for i, _ in units], num_owners)
-    return OwnedStage(tasks, local_tasks, units, tuple(owners), traces)
+    numbers = owner_numbers(config, axes)
+    owners = share_out([tasks[i].cost for i, _ in units], numbers.shape[1], loads[numbers].max(axis=0))
+    stage = OwnedStage(axes, tasks, (), units, tuple(owners), traces)
+    add_loads(stage, numbers, loads)
+    return stage
 
 
-def _axes_of_whole_matrices(plans: Sequence[LeafPlan]) -> str | tuple[str, ...] | None:
-    """Return the axes that shard leaves by whole matrices, along the first dim; None if a matrix is split."""
-    axes = {plan.axes for plan in plans if plan.dim == 0 and not plan.experts and TENSOR not in tuple(plan.tensor)}
-    return axes.pop() if len(axes) == 1 and all(plan.dim == 0 for plan in plans) else None
+def add_loads(stage: OwnedStage, numbers: np.ndarray, loads: np.ndarray) -> None:
+    """Add the costs of the units of a stage to the loads of their owners; `numbers` come from `owner_numbers`."""
+    for (task, _), owner in zip(stage.units, stage.owners, strict=True):
+        loads[numbers[:, owner]] += stage.tasks[task].cost
+
+
+def _are_whole(plans: Sequence[LeafPlan]) -> bool:
+    """Return whether leaves are sharded by whole matrices, along the first dim."""
+    return all(plan.dim == 0 and not plan.experts and TENSOR not in tuple(plan.tensor) for plan in plans)
 
 
 class _Cut(NamedTuple):
@@ -199,11 +238,11 @@ class _Cuts:
         self.stacks = frozenset(i for leaves in groups if self.are_stacks(leaves) for i in leaves)
 
     def are_stacks(self, leaves: Sequence[int]) -> bool:
-        """Return whether leaves outside of a `BlockModel` may be stacks of equally many matrices, each whole or cut alike."""
+        """Return whether leaves outside of a `BlockModel` may be stacks of equally many matrices, with the same devices."""
         plans = [self.plans[i] for i in leaves]
-        if len({plan.shape[:1] for plan in plans}) != 1 or any(plan.stacked or len(plan.shape) < 3 for plan in plans):
+        if any(plan.stacked or len(plan.shape) < 3 for plan in plans):
             return False
-        return _axes_of_whole_matrices(plans) is not None or all(plan.spec(sharded=True)[0] is None for plan in plans)
+        return len({(plan.shape[0], plan.spec(sharded=True)[0]) for plan in plans}) == 1
 
     def cut(self, task: MatrixTask, leaves: Sequence[int]) -> _Cut | None:
         """Return a task of some leaves in blocks; None if it mixes blocks, or has a single one."""
@@ -248,19 +287,35 @@ def _make_owned_task(
     task: MatrixTask,
     plans: Sequence[LeafPlan],
     full_trace: Trace,
+    specs: Mapping[jex.Var, PartitionSpec],
     cut: _Cut | None,
-    state_axes: str | tuple[str, ...] | None = None,
+    block_axes: tuple[str, ...],
+    *,
+    is_local: bool = False,
 ) -> OwnedTask:
-    """Return a task as units; `state_axes` are the axes that blocks are sharded over if the state is at owners."""
+    """Return a task as units.
+
+    Args:
+      config: of the strategy.
+      task: the task.
+      plans: the plans of its parameters.
+      full_trace: the trace of the update.
+      specs: the specs of the state that the update reads and returns.
+      cut: the task in blocks; None if it is a single unit.
+      block_axes: the axes that shard the blocks.
+      is_local: whether each device has whole blocks, so that nothing is sent.
+    """
     unit_trace, matches, blocks = (full_trace, None, 1) if cut is None else cut[1:]
-    block_axes = state_axes or ("pipeline" if any(plan.pipelined for plan in plans) else None)
-    num_parts = math.prod(config.mesh_shape[axis] for axis in spec_axes((block_axes,)))
+    num_parts = _size(config, block_axes)
 
     def transfer_of(var: jex.Var, *, large: bool) -> Transfer:
         dim = None if matches is None else block_dim(var, matches, blocks)
         unit = abstract_value(var if matches is None else matches[var])
         dtype = np.dtype(unit.dtype)
-        if large and state_axes is None and (sent := _sent_spec(config, var, plans, dim)) is not None:
+        sent = None
+        if large and not is_local:
+            sent = _sent_spec(config, var, specs.get(var), plans, dim, block_axes)
+        if sent is not None:
             return Transfer(sent, True, unit.shape, dtype, dim)
         local_spec = PartitionSpec(*[None] * dim, block_axes) if dim is not None and num_parts > 1 else PartitionSpec()
         return Transfer(local_spec, False, unit.shape, dtype, dim)
@@ -288,9 +343,17 @@ def _make_owned_task(
 
 
 def _sent_spec(
-    config: StrategyConfig, var: jex.Var, plans: Sequence[LeafPlan], dim: int | None
+    config: StrategyConfig,
+    var: jex.Var,
+    spec: PartitionSpec | None,
+    plans: Sequence[LeafPlan],
+    dim: int | None,
+    block_axes: tuple[str, ...],
 ) -> PartitionSpec | None:
-    """Return a spec that shards a value over all axes of owners; None if no dim allows it, or the leaf is replicated."""
+    """Return a spec that shards a value over all axes of owners; None if no dim allows it, or the leaf is replicated.
+
+    It has as much as possible of `spec`, which is how state is sharded between steps: the partitioner moves the rest.
+    """
     shape, sizes = shape_of(var), config.mesh_shape
     plan = next((plan for plan in plans if plan.shape == shape), None)
     entries: list[tuple[str, ...]] = [()] * len(shape)
@@ -298,8 +361,10 @@ def _sent_spec(
         if plan.dim is None:
             return None
         entries = [tuple(spec_axes((entry,))) for entry in plan.spec(sharded=True)]
-    elif dim is not None and any(plan.pipelined for plan in plans):
-        entries[dim] = ("pipeline",)
+    elif spec is not None and (dim is None or tuple(spec_axes((spec[dim],))) == block_axes):
+        entries = [tuple(spec_axes((entry,))) for entry in spec]
+    elif dim is not None:
+        entries[dim] = block_axes
 
     def can_shard(i: int, axis: str) -> bool:
         return i != dim and shape[i] % (math.prod(sizes[name] for name in entries[i]) * sizes[axis]) == 0

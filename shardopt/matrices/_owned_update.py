@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, make_layout
@@ -16,7 +17,15 @@ from shardopt.core._types import PyTree, abstract
 from shardopt.matrices._matrix_tasks import gathered_bytes
 from shardopt.matrices._owned_sides import Sides, plan_sides
 from shardopt.matrices._owned_stage import run_stage, stage_bytes
-from shardopt.matrices._owned_tasks import WHOLE, CutLeaves, OwnedStage, owner_axes, plan_stages
+from shardopt.matrices._owned_tasks import (
+    WHOLE,
+    CutLeaves,
+    OwnedStage,
+    add_loads,
+    owner_axes,
+    owner_numbers,
+    plan_stages,
+)
 from shardopt.matrices._owners import move, moved_bytes
 from shardopt.mesh import spec_axes
 from shardopt.partition import LayoutBytes, Owned, Owners
@@ -96,28 +105,29 @@ def owners_of(config: StrategyConfig, layout: Layout) -> Owners | None:
     retrace_update = functools.partial(retrace, config, layout, jax.ShapeDtypeStruct((), jnp.float32))
     trace = retrace_update(WHOLE)
     stages, without_owner = plan_stages(config, layout, trace, retrace_update)
-    rows, loads = [], [0.0] * count
+    rows, loads = [], np.zeros(count)
     local_paths = {path for stage in stages for local_task in stage.local_tasks for path in local_task.paths}
     for plan in layout.trained:
-        if plan.owned is not None or plan.path in local_paths:
-            block_axes = spec_axes(plan.state_spec(sharded=True)[:1])
-            num_owners = math.prod(config.mesh_shape[axis] for axis in block_axes if axis != "pipeline")
+        if (plan.stacked and plan.owned is not None) or plan.path in local_paths:
+            block_axes = [axis for axis in spec_axes(plan.state_spec(sharded=True)[:1]) if axis != "pipeline"]
+            # devices along tensor repeat the work if no rule splits the leaf: the first of them is named
+            numbers = owner_numbers(config, block_axes)[0]
             blocks = plan.shape[0] // (config.mesh_shape["pipeline"] if plan.pipelined else 1)
-            copies = count // num_owners  # devices along tensor repeat the work if no rule splits the leaf
-            owners = tuple(i * num_owners // blocks * copies for i in range(blocks))
+            owners = tuple(int(numbers[i * len(numbers) // blocks]) for i in range(blocks))
             rows.append(Owned((plan.path,), owners, state=True))
     for stage in stages:
+        numbers = owner_numbers(config, stage.axes)
         for i, owned_task in enumerate(stage.tasks):
-            task_owners = [owner for (task, _), owner in zip(stage.units, stage.owners, strict=True) if task == i]
+            owners = [owner for (task, _), owner in zip(stage.units, stage.owners, strict=True) if task == i]
+            task_owners = [int(number) for number in numbers[:, owners].ravel()]
             num_sent, num_returned = (
                 sum(transfer.is_sent for transfer in transfers) for transfers in (owned_task.inputs, owned_task.outputs)
             )
             rows.append(Owned(owned_task.paths, tuple(task_owners), arrays=(num_sent, num_returned)))
         local_load = sum(local_task.cost * local_task.blocks for local_task in stage.local_tasks)
-        loads = [load + local_load for load in loads]
-        for cost, owner in zip(stage.costs, stage.owners, strict=True):
-            loads[owner] += cost
-    imbalance = max(loads) * count / sum(loads) - 1 if sum(loads) else 0.0
+        loads += local_load
+        add_loads(stage, numbers, loads)
+    imbalance = float(loads.max() / loads.mean() - 1) if loads.any() else 0.0
     staged = [stage_bytes(config, stage) for stage in stages]
     moves = _sides(config, layout, trace, stages).moves
     sent = sum(stage_sent for stage_sent, _ in staged)

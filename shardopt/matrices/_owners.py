@@ -10,7 +10,7 @@ from shardopt.collectives import all_to_all
 from shardopt.config._config import StrategyConfig
 from shardopt.mesh import spec_axes
 from shardopt.partition import LeafPlan
-from shardopt.partition._owners import TENSOR
+from shardopt.partition._owners import dims_of_matrix_axes
 
 
 def is_moved(plan: LeafPlan) -> bool:
@@ -21,7 +21,7 @@ def is_moved(plan: LeafPlan) -> bool:
 def move(config: StrategyConfig, plan: LeafPlan, x: jax.Array, *, to_owners: bool) -> jax.Array:
     """Move an array from the sharding of its parameter to the sharding of the optimizer state, or back.
 
-    Over data each device sends 1/N of its shard to every other device, (N-1)/N in total; the same over tensor.
+    Over data each device sends 1/N of its shard to every other device, (N-1)/N in total; the same over expert and tensor.
     """
     param_spec, state_spec = plan.spec(sharded=True), plan.state_spec(sharded=True)
     specs = (param_spec, state_spec) if to_owners else (state_spec, param_spec)
@@ -30,10 +30,10 @@ def move(config: StrategyConfig, plan: LeafPlan, x: jax.Array, *, to_owners: boo
 
 
 def _exchange(x: jax.Array, plan: LeafPlan, *, to_owners: bool) -> jax.Array:
-    """Cut blocks over the axes and join the shards of each block: over data, then over tensor. Or the inverse."""
+    """Cut blocks over the axes and join the shards of each block: over data, then expert, then tensor. Or the inverse."""
     assert plan.dim is not None
     steps = [] if plan.dim == 0 else [(plan.axes, plan.dim)]
-    steps += [(TENSOR, dim) for dim, entry in enumerate(plan.tensor) if entry == TENSOR]
+    steps += dims_of_matrix_axes(plan).items()
     for axis, dim in steps if to_owners else reversed(steps):
         x = all_to_all(x, axis, *((0, dim) if to_owners else (dim, 0)))
     return x
@@ -43,7 +43,7 @@ def moved_bytes(config: StrategyConfig, plan: LeafPlan, dtype: np.dtype) -> int:
     """Return the bytes of an array like a parameter that a device sends, one way."""
     param_spec, sizes = plan.spec(sharded=True), config.mesh_shape
     steps = [] if plan.dim == 0 else [plan.shard_axes]
-    steps += [(TENSOR,)] if TENSOR in tuple(plan.tensor) else []
+    steps += [(axis,) for axis in dims_of_matrix_axes(plan)]
     shard = math.prod(plan.shape) * dtype.itemsize // math.prod(sizes[axis] for axis in spec_axes(param_spec))
     groups = [math.prod(sizes[axis] for axis in axes) for axes in steps]
     return sum(shard * (n - 1) // n for n in groups)

@@ -7,7 +7,7 @@ _BISECTION_STEPS = 12
 """The number of bisection steps between the lower bound of the busiest load and the load found so far."""
 
 
-def share_out(costs: Sequence[float], owners: int) -> list[int]:
+def share_out(costs: Sequence[float], owners: int, loads: Sequence[float] | None = None) -> list[int]:
     """Return the owner of each piece of work, so that the busiest owner has little.
 
     The better of two assignments is returned. The first gives pieces, the largest first, to the owner with the least
@@ -17,6 +17,7 @@ def share_out(costs: Sequence[float], owners: int) -> list[int]:
     Args:
       costs: the cost of each piece, in any unit.
       owners: the number of owners.
+      loads: the cost of the work that each owner has already; None if they have none.
 
     Example:
       >>> share_out([4.0, 1.0, 3.0, 2.0], 2)
@@ -28,45 +29,48 @@ def share_out(costs: Sequence[float], owners: int) -> list[int]:
       Graham, "Bounds on Multiprocessing Timing Anomalies", 1969; Coffman, Garey and Johnson, "An Application of
       Bin-Packing to Multiprocessor Scheduling", 1978.
     """
-    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    owner_of = _assign_to_least_loaded(costs, order, owners)
     if not costs:
-        return owner_of
-    lower_bound, best_load = max(sum(costs) / owners, max(costs)), busiest(costs, owner_of, owners)
+        return []
+    loads = [0.0] * owners if loads is None else list(loads)
+    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    owner_of = _assign_to_least_loaded(costs, order, loads)
+    lower_bound = max((sum(costs) + sum(loads)) / owners, max(costs), max(loads))
+    best_load = busiest(costs, owner_of, loads)
     for _ in range(_BISECTION_STEPS):
         if best_load <= 1.001 * lower_bound:
             break
         limit = (lower_bound + best_load) / 2
-        candidate = _assign_to_first_with_room(costs, order, owners, limit * (1 + 1e-9))
+        candidate = _assign_to_first_with_room(costs, order, loads, limit * (1 + 1e-9))
         if candidate is None:
             lower_bound = limit
         else:
-            owner_of, best_load = candidate, busiest(costs, candidate, owners)
+            owner_of, best_load = candidate, busiest(costs, candidate, loads)
     return owner_of
 
 
-def busiest(costs: Sequence[float], owner_of: Sequence[int], owners: int) -> float:
-    """Return the load of the busiest owner: the sum of its costs."""
-    loads = [0.0] * owners
+def busiest(costs: Sequence[float], owner_of: Sequence[int], loads: Sequence[float]) -> float:
+    """Return the load of the busiest owner: its first load, and the sum of its costs."""
+    loads = list(loads)
     for cost, owner in zip(costs, owner_of, strict=True):
         loads[owner] += cost
     return max(loads)
 
 
-def _assign_to_least_loaded(costs: Sequence[float], order: Sequence[int], owners: int) -> list[int]:
-    loads = [(0.0, owner) for owner in range(owners)]
+def _assign_to_least_loaded(costs: Sequence[float], order: Sequence[int], loads: Sequence[float]) -> list[int]:
+    heap = [(load, owner) for owner, load in enumerate(loads)]
+    heapq.heapify(heap)
     owner_of = [0] * len(costs)
     for piece in order:
-        load, owner = heapq.heappop(loads)
+        load, owner = heap[0]
         owner_of[piece] = owner
-        heapq.heappush(loads, (load + costs[piece], owner))
+        heapq.heapreplace(heap, (load + costs[piece], owner))
     return owner_of
 
 
 def _assign_to_first_with_room(
-    costs: Sequence[float], order: Sequence[int], owners: int, limit: float
+    costs: Sequence[float], order: Sequence[int], loads: Sequence[float], limit: float
 ) -> list[int] | None:
-    loads = [0.0] * owners
+    loads = list(loads)
     owner_of = [0] * len(costs)
     for piece in order:
         owner = next((i for i, load in enumerate(loads) if load + costs[piece] <= limit), None)

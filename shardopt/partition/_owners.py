@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec
 
-from shardopt.partition._plan import LeafPlan, largest_divisible_dim
+from shardopt.partition._plan import EXPERT, LeafPlan, largest_divisible_dim
 
 TENSOR = "tensor"
 
@@ -15,12 +15,12 @@ def owned_by_blocks(plan: LeafPlan, sizes: Mapping[str, int], *, scattered: bool
     """Return the plan of a leaf with its optimizer state sharded by whole blocks, if the leaf is a stack of matrices.
 
     Dim 0, which counts blocks, is then sharded over all axes that shard the leaf: pipeline, the axes of the placement,
-    and tensor if a rule names it. A leaf keeps its plan if it is not a stack of matrices, if it is replicated over
-    data, or if these axes do not divide its number of blocks.
+    expert and tensor. A leaf keeps its plan if it is not a stack of matrices,
+    if it is replicated over data, or if these axes do not divide its number of blocks.
 
     Outside of a `BlockModel`, the first dim of a leaf may count matrices. Parameters are sharded along it as well, if
-    the axes of the placement divide it and tensor does not shard the leaf. Nothing moves then. Otherwise another dim is
-    sharded if possible, so that each device holds a piece of each matrix.
+    the axes of the placement divide it and neither tensor nor expert shards the leaf. Nothing moves then. Otherwise
+    another dim is sharded if possible, so that each device holds a piece of each matrix.
 
     Args:
       plan: the plan of a leaf.
@@ -32,17 +32,25 @@ def owned_by_blocks(plan: LeafPlan, sizes: Mapping[str, int], *, scattered: bool
         return plan
     axes = plan.shard_axes
     if not plan.stacked:
-        size = math.prod(sizes[axis] for axis in axes)
-        return plan if plan.experts else dataclasses.replace(plan, dim=_dim_of_stack(plan, size))
+        if not plan.experts:
+            size = math.prod(sizes[axis] for axis in axes)
+            plan = dataclasses.replace(plan, dim=_dim_of_stack(plan, size))
+        spec = plan.spec(sharded=True)
+        return plan if spec[0] is None else dataclasses.replace(plan, owned=spec)
     if plan.pipelined:
         axes = ("pipeline", *axes)
-    if TENSOR in tuple(plan.tensor):
-        axes = (*axes, TENSOR)
+    axes = (*axes, *dims_of_matrix_axes(plan))
     if plan.shape[0] % math.prod(sizes[axis] for axis in axes):
         return plan
-    block_entries = [None if entry == TENSOR else entry for entry in plan.spec(sharded=False)[1:]]
+    block_entries = [None if entry in axes else entry for entry in plan.spec(sharded=False)[1:]]
     owner_spec = PartitionSpec(axes[0] if len(axes) == 1 else axes, *block_entries)
     return dataclasses.replace(plan, owned=owner_spec, dim=0 if scattered and not plan.pipelined else plan.dim)
+
+
+def dims_of_matrix_axes(plan: LeafPlan) -> dict[str, int]:
+    """Return expert and tensor, if they shard a dim of a block, with this dim; the placement's own dim is not among them."""
+    spec = plan.spec(sharded=False)
+    return {axis: spec.index(axis) for axis in (EXPERT, TENSOR) if axis in tuple(spec)[1:]}
 
 
 def _dim_of_stack(plan: LeafPlan, size: int) -> int:

@@ -341,7 +341,7 @@ def state_specs(
     - A leaf whose key path ends in the path of a parameter of the same shape (a moment) is sharded like the parameter.
       So is a leaf with as many dims, if each dim is cut equally evenly (one scale for every 64 numbers of a moment).
     - A leaf that belongs to a parameter on owners and has its blocks (a preconditioner [L, m, m]) is sharded by owners
-      too.
+      too. If data shards the matrices of the parameter, data shards the largest other dim of the leaf that it divides.
     - An average of the parameters (`average_params`) is never at owners: a step adds the parameters to it.
     - Any other leaf (Adafactor's factored moments, SM3's accumulators, a count) is sharded over data on the largest dim
       that data divides.
@@ -369,13 +369,27 @@ def state_specs(
         ends = range(len(path), 0, -1) if sharded and leaf.shape else ()
         for plan in (by_path.get(tuple(path[start:end])) for end in ends for start in range(end)):
             if plan is not None and plan.owned is not None and leaf.shape[0] % plan.shape[0] == 0:
-                return PartitionSpec(plan.owned[0], *[None] * (len(leaf.shape) - 1))
+                return _spec_of_stack(leaf.shape, plan, axes, sizes, min_shard_elements)
         replicated = PartitionSpec(*[None] * len(leaf.shape))
         dim, _ = data_dim(leaf.shape, replicated, axes, min_shard_elements) if sharded else (None, "")
         return PartitionSpec(*(axes.entry if i == dim else None for i in range(len(leaf.shape))))
 
     in_average = jax.tree.structure(abstract_state).unflatten(in_averages(abstract_state))
     return jax.tree_util.tree_map_with_path(place, abstract_state, in_average)
+
+
+def _spec_of_stack(
+    shape: tuple[int, ...], plan: LeafPlan, axes: ShardAxes, sizes: Mapping[str, int], min_shard_elements: int
+) -> PartitionSpec:
+    """Return the spec of state that has the blocks of a parameter on owners."""
+    assert plan.owned is not None
+    spec = PartitionSpec(plan.owned[0], *[None] * (len(shape) - 1))
+    if set(plan.shard_axes) <= set(spec_axes(spec)):
+        return spec
+    if plan.experts:
+        axes = axes.without(EXPERT, sizes)
+    dim, _ = data_dim(shape, spec, axes, min_shard_elements)
+    return PartitionSpec(*(axes.entry if i == dim else entry for i, entry in enumerate(spec)))
 
 
 def _is_coarser(shape: tuple[int, ...], plan: LeafPlan, sharded: bool, sizes: Mapping[str, int]) -> bool:

@@ -53,8 +53,6 @@ QUICK = [
     next(row for row in ROWS if all(row[name] == value for name, value in wanted.items()))
     for wanted in [
         {"strategy": "fsdp", "method": "ring", "order": "zigzag"},
-        {"strategy": "zero_bubble", "method": "all_to_all"},
-        {"view": "global", "packed": True, "window": None},
     ]
 ]
 

@@ -1,6 +1,7 @@
 """Contract 1: ten steps of every strategy equal single-device training on the union batch.
 
-In every run each value comes at least once, and each strategy in float64; the rest of the pairs is slow.
+In every run each strategy in float64, with other meshes and optimizers. The rest of the pairs is slow, as all rows of the
+GPT are: each of them takes as long as three others.
 """
 
 import math
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.pairwise import all_pairs, few
+from support.pairwise import all_pairs
 from support.problems import MODELS, problem
 from support.reference import OPTIMIZERS, relative_difference, train
 from support.table import MESHES, STRATEGIES
@@ -26,8 +27,8 @@ FACTORS = {
 }
 ROWS = all_pairs(FACTORS)
 EXACT = [row for row in ROWS if row["dtype"] == "float64" and row["model"] != "gpt" and row["mesh"] != {"data": 1}]
-FAST = [next(row for row in EXACT if row["strategy"] == name) for name in STRATEGIES]
-QUICK = few(ROWS, start=FAST)
+OPTIMIZER_OF = {"ddp": "clip_adamw", "zero1": "adafactor", "zero2": "adamw", "zero3": "lamb", "fsdp": "momentum"}
+FAST = [next(row for row in EXACT if (row["strategy"], row["optimizer"]) == pair) for pair in OPTIMIZER_OF.items()]
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5}
 
 
@@ -37,7 +38,7 @@ def row_id(row) -> str:
     return f"{row['strategy']}-{mesh}-{row['optimizer']}-{row['model']}-{loss}-m{row['micro_batches']}-{row['dtype']}"
 
 
-@pytest.mark.parametrize("row", tiered(ROWS, lambda row: row in QUICK, fast=lambda row: row in FAST, ids=row_id))
+@pytest.mark.parametrize("row", tiered(ROWS, lambda row: False, fast=lambda row: row in FAST, ids=row_id))
 def test_equals_one_device_on_the_union_batch(row, mesh_of):
     with jax.enable_x64(True):
         case = problem(row["model"], weighted=row["weighted"], dtype=jnp.dtype(row["dtype"]))

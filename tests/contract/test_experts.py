@@ -103,7 +103,7 @@ TABLE = [
     ("hybrid", {"expert": 2, "data": 2, "pipeline": 2}, MODEL, {"micro_batches": 2}),
     ("hybrid", {"expert": 4, "data": 1, "pipeline": 2}, MODEL, {"micro_batches": 4, "placement": "zero1"}),
 ]
-QUICK = [TABLE[i] for i in (3, 6, 9)]
+QUICK = [TABLE[3]]
 
 
 def row_id(row):
@@ -134,6 +134,7 @@ def test_equals_one_device_on_the_union_batch(name, mesh, loss, options, mesh_of
         np.testing.assert_allclose(evaluated["val_loss"], on_one_device(loss)(final, some), rtol=1e-10)
 
 
+@pytest.mark.slow  # a mutation
 def test_gradients_of_experts_summed_over_expert_are_seen(mesh_of, x64, monkeypatch):
     table = axes.TABLE | {"expert": axes.TABLE["expert"]._replace(sums="all")}
     monkeypatch.setattr(axes, "TABLE", table)
@@ -163,13 +164,16 @@ def test_experts_live_on_their_devices_and_are_sharded_over_data_besides(mesh_of
     assert replicated["first"] == {"experts": dict.fromkeys(own, P("expert", None, None)), "router": P(None, None)}
 
 
-def test_restores_on_another_number_of_expert_devices(mesh_of, tmp_path):
+@pytest.mark.parametrize("counts", tiered([[4, 1], [4, 2, 1]], lambda counts: len(counts) == 2, ids=str))
+def test_restores_on_another_number_of_expert_devices(counts, mesh_of, tmp_path):
     batch = jax.tree.map(jnp.float32, batches(1)[0])
     start = jax.tree.map(jnp.float32, params(MODEL))
-    opts = [
-        strategy("fsdp", mesh_of(**sizes), MODEL, separable=True) for sizes in ({"expert": 4, "data": 2}, {"expert": 2})
-    ]
-    opts.append(strategy("zero1", mesh_of(data=4), MODEL))
+    made = {
+        4: lambda: strategy("fsdp", mesh_of(expert=4, data=2), MODEL, separable=True),
+        2: lambda: strategy("fsdp", mesh_of(expert=2), MODEL, separable=True),
+        1: lambda: strategy("zero1", mesh_of(data=4), MODEL),
+    }
+    opts = [made[count]() for count in counts]
     state, _ = opts[0].step(opts[0].init(start), batch)
     so.save(tmp_path / "run", state)
     found = []
@@ -177,7 +181,7 @@ def test_restores_on_another_number_of_expert_devices(mesh_of, tmp_path):
         restored = so.restore(tmp_path / "run", opt.abstract_state(shapes(MODEL)))
         assert relative_difference(restored.params, state.params) == 0
         found.append(opt.step(restored, batch)[0].params)
-    assert relative_difference(found[1], found[0]) < 1e-6 > relative_difference(found[2], found[0])
+    assert all(relative_difference(params, found[0]) < 1e-6 for params in found[1:])
 
 
 def penalised(params, batch):

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from support.pipelines import SCHEDULES, block_problem
-from support.reference import relative_difference
+from support.reference import relative_difference, same_bits
 from support.tiers import tiered
 
 import shardopt as so
@@ -77,12 +77,15 @@ def test_a_run_goes_on_anywhere(case, mesh_of, tmp_path):
         same(train(opt, restored, case.batches[2:]), whole)
 
 
-@pytest.mark.parametrize("source", tiered(["fsdp", "v-shaped"], lambda source: source == "fsdp"))
-def test_a_run_comes_into_a_pipeline_from_anywhere(source, case, mesh_of):
+@pytest.mark.parametrize("source", tiered(["fsdp", "v-shaped", "ddp"], lambda source: source == "ddp"))
+def test_a_run_comes_into_a_pipeline_from_anywhere(source, case, mesh_of, tmp_path):
+    """And a pipeline of chunks restores what it saved bit for bit."""
     opt = others(mesh_of, case)[source]
     state = train(opt, opt.init(case.params, jax.random.key(1)), case.batches[:2])
     pipeline = hybrid(mesh_of(data=2, pipeline=4), case, "interleaved")
     moved = so.checkpoint.from_bytes(pipeline, so.checkpoint.to_bytes(opt, state))
+    so.save(tmp_path, moved)
+    same_bits(so.restore(tmp_path, pipeline), moved)
     same(train(pipeline, moved, case.batches[2:]), train(opt, state, case.batches[2:]))
 
 

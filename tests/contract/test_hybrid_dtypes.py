@@ -68,7 +68,7 @@ def hybrid(mesh, schedule, seen=None, **options):
     [
         pytest.param("eager_one_f_one_b", "ddp", marks=pytest.mark.slow),
         pytest.param("interleaved", "zero1", marks=pytest.mark.slow),
-        ("zero_bubble", "zero2"),
+        pytest.param("zero_bubble", "zero2", marks=pytest.mark.slow),
         pytest.param("zero_bubble_lockstep", "fsdp", marks=pytest.mark.slow),
     ],
 )
@@ -93,6 +93,7 @@ def test_gather_dtype_computes_in_half_precision_with_fp32_masters(schedule, rem
     assert seen == {jnp.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.slow  # test_collectives.py has it without stages
 def test_gathers_in_half_precision_send_half(mesh_of):
     sent = {}
     for dtype in (None, jnp.bfloat16):

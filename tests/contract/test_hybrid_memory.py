@@ -1,6 +1,7 @@
 """Temporary memory and program size of the compiled step against the number of micro-batches."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -31,7 +32,7 @@ GROW = ("gpipe", "looped_breadth_first", "v_shaped")
 OTHERS = [name for name in SCHEDULES if name not in (*CHECKED, *GROW)]
 
 
-def compiled(schedule, micro_batches, mesh, remat=False):
+def lowered(schedule, micro_batches, mesh, remat=False):
     opt = so.hybrid(
         optax.sgd(0.1),
         mesh,
@@ -42,7 +43,12 @@ def compiled(schedule, micro_batches, mesh, remat=False):
         remat=remat,
     )
     batch = jax.ShapeDtypeStruct((micro_batches * ROWS, 4), jnp.float32)
-    return opt.step.lower(opt.abstract_state(PARAMS), batch).compile(), opt.config.schedule
+    return opt.step.lower(opt.abstract_state(PARAMS), batch), opt.config.schedule
+
+
+def compiled(*how, **options):
+    program, table = lowered(*how, **options)
+    return program.compile(), table
 
 
 def slot_bytes(remat):
@@ -71,7 +77,7 @@ def row_bytes(table):
 def test_memory_and_program_do_not_grow_with_the_micro_batches(schedule, remat, mesh_of):
     mesh = mesh_of(data=1, pipeline=STAGES)
     counts = (8, 16, 32, 64) if schedule == "gpipe" else (8, 64)
-    found = {count: compiled(schedule, count, mesh, remat) for count in counts}
+    found = {count: compiled(schedule, count, mesh, remat=remat) for count in counts}
     # the table itself has a row a tick
     temporary = {
         count: one.memory_analysis().temp_size_in_bytes - row_bytes(table) * table.num_ticks
@@ -103,6 +109,20 @@ def test_memory_grows_by_what_the_table_keeps_of_a_micro_batch(name, mesh_of):
     temporary = [program.memory_analysis().temp_size_in_bytes for program, _ in found]
     expected = [kept(table) for _, table in found]
     np.testing.assert_allclose(np.diff(temporary), np.diff(expected), rtol=0.1)
+
+
+def test_the_loop_carries_the_slots_of_the_table(mesh_of):
+    """Before XLA has it: each residual and each message that waits once. The slow tier measures what XLA makes of it."""
+    carried, expected = [], []
+    for name in ("eager_one_f_one_b", "one_f_one_b", "interleaved"):
+        program, table = lowered(name, 16, mesh_of(data=1, pipeline=STAGES))
+        (types,) = re.findall(r"stablehlo\.while.*?\) : (.*)", program.as_text())[:1]  # the loop over ticks comes first
+        buffers = re.findall(rf"tensor<(\d+)x{ROWS}x({WIDTH}|{2 * WIDTH})xf32>", types)
+        carried.append(sum(4 * ROWS * int(count) * int(width) for count, width in buffers))
+        outputs = table.num_slots if name == "one_f_one_b" else 0  # the others take the loss of what they have just run
+        waiting = table.num_input_slots + table.num_cotangent_slots + outputs
+        expected.append(table.num_slots * slot_bytes(remat=False) // table.num_chunks + waiting * 4 * ROWS * WIDTH)
+    assert carried == expected
 
 
 def temporary_bytes():

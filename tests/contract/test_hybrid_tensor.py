@@ -68,6 +68,7 @@ def test_a_permute_in_a_branch_is_refused_before_anything_runs(block, mesh_of):
     assert [one for one in found.of(kind="collective-permute").collectives if one.conditional]
 
 
+@pytest.mark.slow
 def test_a_block_that_keeps_to_its_shards_runs(mesh_of):
     def block(w, x):
         return x + jax.nn.silu(x @ w["up"]) @ w["wide"]

@@ -16,6 +16,7 @@ from shardopt.hlo import audit
 
 ROWS = [
     # model, blocks, schedule, blocks_per_stage, mesh, placement, optimizer, options
+    ("pytree", 7, "eager_one_f_one_b", None, {"data": 2, "pipeline": 2}, "ddp", "momentum", {}),
     ("pytree", 7, "eager_one_f_one_b", None, {"data": 2, "tensor": 2, "pipeline": 2}, "fsdp", "clip_adamw", {}),
     ("pytree", 7, "zero_bubble", (3, 4), {"data": 4, "pipeline": 2}, "zero1", "adafactor", {"remat": True}),
     ("pytree", 5, "zero_bubble_v", (1, 0, 2, 2), {"data": 2, "pipeline": 2}, "ddp", "clip_adamw", {}),
@@ -31,7 +32,7 @@ ROWS = [
 
 @pytest.mark.parametrize(
     ("model", "blocks", "schedule", "counts", "sizes", "placement", "optimizer", "options"),
-    tiered(ROWS, lambda row: row[2] == "eager_one_f_one_b", ids=lambda row: f"{row[0]}-{row[2]}"),
+    tiered(ROWS, lambda row: row[5:7] == ("ddp", "momentum"), ids=lambda row: f"{row[0]}-{row[2]}-{row[5]}"),
 )
 def test_equals_one_device(model, blocks, schedule, counts, sizes, placement, optimizer, options, mesh_of, x64):
     case = block_problem(model, weighted=True, num_blocks=blocks, rows=16, steps=2)

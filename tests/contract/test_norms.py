@@ -142,7 +142,7 @@ def test_norms_equal_one_device(case, mesh_of, x64):
     assert relative_difference(state.params, params) <= 1e-9
 
 
-@pytest.mark.parametrize("case", tiered(["fsdp of matrices", "pipeline"], lambda case: case == "pipeline"))
+@pytest.mark.parametrize("case", tiered(["fsdp of matrices", "pipeline", "ddp"], lambda case: case == "ddp"))
 def test_norms_travel_in_one_all_reduce(case, mesh_of, x64):
     """A number a leaf and layer and norm comes on top, in one all-reduce; XLA may join it with the one of the loss."""
     opt, model = make(case, mesh_of)

@@ -31,9 +31,7 @@ def build(strategy, mesh, model, optimizer, mesh_of, **options):
     return case, opt
 
 
-@pytest.mark.parametrize(
-    ("strategy", "mesh", "model", "optimizer"), tiered(CASES, lambda row: CASES.index(row) in (1, 3, 5, 9))
-)
+@pytest.mark.parametrize(("strategy", "mesh", "model", "optimizer"), tiered(CASES, lambda row: CASES.index(row) == 9))
 def test_specs_are_the_shardings_and_the_second_step_compiles_nothing(strategy, mesh, model, optimizer, mesh_of):
     case, opt = build(strategy, MESHES[mesh], model, optimizer, mesh_of)
     specs = opt.specs(jax.eval_shape(lambda: case.params))
@@ -70,7 +68,7 @@ def adam_bytes(strategy, params_bytes, data):
     ("strategy", "sizes"),
     tiered(
         itertools.product(STRATEGIES, [{"data": 8}, {"data": 4, "tensor": 2}, {"replica": 2, "data": 4}]),
-        lambda row: "replica" in row[1] or row == ("fsdp", {"data": 4, "tensor": 2}),
+        lambda row: "replica" in row[1] and row[0] in ("zero1", "fsdp"),
         ids=str,
     ),
 )
@@ -148,14 +146,32 @@ def test_report_lists_what_stays_whole_and_why(mesh_of):
     assert report.rows[0].bytes_per_device == 45 * 33 * 4
 
 
-def test_fsdp_of_blocks_holds_at_most_two_blocks_whole(mesh_of):
+def of_gpt(layers, length):
+    config = gpt.GPTConfig(dim=256, num_layers=layers, num_heads=4)
+    params = jax.eval_shape(lambda rng: gpt.init(config, rng), jax.random.key(0))
+    return gpt.model(config), params, {"tokens": jax.ShapeDtypeStruct((8, length + 1), jnp.int32)}
+
+
+def of_two_products(layers, length):
+    model = so.BlockModel(
+        embed=lambda outer, batch: batch @ outer["in"],
+        block=lambda w, x: x + jnp.tanh(x @ w["up"]) @ w["down"],
+        loss=lambda outer, x, batch: jnp.mean((x @ outer["in"].T) ** 2),
+    )
+    shapes = {"blocks": {"up": (layers, 512, 1024), "down": (layers, 1024, 512)}, "in": (16, 512)}
+    to_abstract = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+    params = jax.tree.map(to_abstract, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    return model, params, to_abstract((8, length, 16))
+
+
+@pytest.mark.parametrize("problem_of", tiered([of_two_products, of_gpt], lambda make: make is of_two_products))
+def test_fsdp_of_blocks_holds_at_most_two_blocks_whole(problem_of, mesh_of):
     """Temporary memory is linear in the blocks, and beyond saved activations a block costs only its gradient's shard."""
 
     def temporary(layers, length):
-        config = gpt.GPTConfig(dim=256, num_layers=layers, num_heads=4)
-        opt = so.fsdp(optax.adamw(1e-3), mesh_of(data=8), gpt.model(config), view="per_device")
-        state = opt.abstract_state(jax.eval_shape(lambda rng: gpt.init(config, rng), jax.random.key(0)))
-        batch = {"tokens": jax.ShapeDtypeStruct((8, length + 1), jnp.int32)}
+        model, params, batch = problem_of(layers, length)
+        opt = so.fsdp(optax.adamw(1e-3), mesh_of(data=8), model, view="per_device")
+        state = opt.abstract_state(params)
         whole = sum(leaf.size * 4 for leaf in jax.tree.leaves(state.params["blocks"])) / layers
         outer = sum(leaf.size * 4 for name, leaf in state.params.items() if name != "blocks")
         return opt.step.lower(state, batch).compile().memory_analysis().temp_size_in_bytes, whole, outer

@@ -13,8 +13,7 @@ from support.tiers import tiered
 PAGES = sorted(page for page in (ROOT / "docs").rglob("*.md") if page != ROOT / "docs" / "index.md")
 
 
-QUICK = ["any_loss", "asynchronous", "checkpoints", "clusters", "data_parallel", "matrices"]
-QUICK += [f"howto/{name}" for name in ("optimizer", "own_loop", "preemption")]
+QUICK = ["any_loss", "checkpoints", "data_parallel", "howto/own_loop"]
 """Pages that take at most two seconds of CPU. The other pages run in the slow tier."""
 
 

@@ -86,6 +86,7 @@ def rows_of_page(name):
     return tuple(zip(*[[int(cell.replace(",", "").replace("-", "0")) for cell in row] for row in rows], strict=True))
 
 
+@pytest.mark.slow
 def test_its_losses_and_weights_are_those_of_the_library_and_of_one_device(example, mesh, x64):
     config = example.Config(num_blocks=2)
     sharded = example.make_init(config, mesh)(jax.random.key(0))

@@ -19,6 +19,7 @@ def recommend():
     return module
 
 
+@pytest.mark.slow
 def test_it_learns_from_few_bytes(recommend):
     world = recommend.World(users=100, items=5000, dim=16)
     result, share = recommend.train(world, workers=2, num_updates=300, max_staleness=2)

@@ -18,7 +18,7 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
     config, shapes, _ = oracle.read_case("llama3")
     oracle.write_folder(folder / "model", config, shapes)
-    said = run_processes(ROOT / "tests" / "processes" / "worker_adapters.py", 4, folder)
+    said = run_processes(ROOT / "tests" / "processes" / "worker_adapters.py", 4, folder, timeout=700)
     return folder, [json.loads(process.last) for process in said]
 
 

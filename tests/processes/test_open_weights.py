@@ -31,7 +31,7 @@ def shapes():
 
 def test_each_process_reads_its_shards_and_writes_its_part(tmp_path):
     oracle.write_folder(tmp_path / "model", {"model_type": "llama"} | SIZES | HEADS, shapes())
-    said = run_processes(ROOT / "tests" / "processes" / "worker_open_weights.py", 4, tmp_path)
+    said = run_processes(ROOT / "tests" / "processes" / "worker_open_weights.py", 4, tmp_path, timeout=700)
     reports = [json.loads(process.last) for process in said]
     for report in reports:
         assert report["shards"] <= report["read"] <= 1.3 * report["shards"]

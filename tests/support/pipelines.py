@@ -110,16 +110,27 @@ def _nnx(weighted, num_blocks):
         def __call__(self, x):
             return x + self.down(nnx.gelu(self.up(self.norm(x)))) / 4
 
-    blocks = [nnx.split(Block(nnx.Rngs(i))) for i in range(num_blocks)]
-    graph = blocks[0][0]
-    read, enter = nnx.split(nnx.Linear(6, 8, rngs=nnx.Rngs(100)))
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(state for _, state in blocks))
+    draw = np.random.default_rng(5)
+
+    def drawn(module, *stacked):
+        """Return the graph of a module, and its parameters as they begin: drawn on the host, without a program for each."""
+
+        def leaf(path, shape):
+            if len(shape.shape) == 1:
+                return np.full((*stacked, *shape.shape), "scale" in jax.tree_util.keystr(path), shape.dtype)
+            return (draw.normal(size=(*stacked, *shape.shape)) / shape.shape[0] ** 0.5).astype(shape.dtype)
+
+        graph, shapes = nnx.split(nnx.eval_shape(module))
+        return graph, jax.tree.map_with_path(leaf, shapes)
+
+    graph, stacked = drawn(lambda: Block(nnx.Rngs(0)), num_blocks)
+    read, enter = drawn(lambda: nnx.Linear(6, 8, rngs=nnx.Rngs(0)))
     model = so.BlockModel(
         embed=lambda outer, batch: nnx.merge(read, outer["enter"])(batch["x"]),
         block=lambda state, x: nnx.merge(graph, state)(x),
         loss=lambda outer, x, batch: reduce(((x @ outer["leave"] - batch["y"]) ** 2).mean(-1), batch, weighted),
     )
-    params = {"blocks": stacked, "enter": enter, "leave": jax.random.normal(jax.random.key(3), (8, 4)) / 2}
+    params = {"blocks": stacked, "enter": enter, "leave": (draw.normal(size=(8, 4)) / 2).astype(np.float32)}
     rules = [("^blocks/up/kernel", P(None, "tensor")), ("^blocks/down/kernel", P("tensor"))]
     return params, model, rules, functools.partial(_rows, x=6, y=4)
 

@@ -104,7 +104,7 @@ def new_batches():
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def strategy_of(mesh_of, model_of):
     """Return a function from a name and mesh sizes to a synchronous strategy."""
 

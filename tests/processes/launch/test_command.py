@@ -9,11 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from shardopt.checkpoint._run_folder import committed
 from shardopt.cli import main
 from shardopt.cli._commands import child_command, parse_processes, split_words
+from shardopt.runtime import _devices
 
 
 @pytest.fixture
@@ -159,6 +161,16 @@ def test_wherever_a_process_is_killed_the_outcome_is_that_of_an_unbroken_run(sta
     assert last("broken") == last("whole")
 
 
+def test_devices_that_cannot_be_shared_are_refused(monkeypatch):
+    monkeypatch.setattr(_devices, "initialize", lambda: None)
+    monkeypatch.setattr(_devices, "num_processes", lambda: 2)
+    monkeypatch.setattr(jax.config, "update", lambda name, value: None)  # as before jax starts
+    message = "shardopt: --devices 7 cannot be shared out evenly among 2 processes.\nFix: use --devices 6 or 8."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        _devices.start_devices(7)
+
+
+@pytest.mark.slow
 def test_devices_that_cannot_be_shared_are_refused_by_all(start, tiny, tmp_path):
     job = start("--processes", 2, "--", *tiny, "--devices", 7, "--run-dir", tmp_path / "run")
     said, _ = job.communicate(timeout=100)

@@ -120,17 +120,12 @@ MORE_MESHES = {
 """With `MESHES`, a dozen."""
 
 
+@pytest.mark.slow  # test_peft.py steps with A and B of peft on such a mesh, test_other_libraries.py as plain jax
 @pytest.mark.parametrize(
     ("mesh", "base", "low_rank_products"),
     [
-        ("pipeline", "int8", True),
-        *(
-            pytest.param(mesh, base, products, marks=pytest.mark.slow)
-            for mesh in MESHES
-            for base in ("float", "int8", "nf4")
-            for products in (False, True)
-        ),
-        *(pytest.param(mesh, "float", True, marks=pytest.mark.slow) for mesh in MORE_MESHES),
+        *((mesh, base, products) for mesh in MESHES for base in ("float", "int8", "nf4") for products in (False, True)),
+        *((mesh, "float", True) for mesh in MORE_MESHES),
     ],
 )
 def test_steps_equal_one_device(mesh, base, low_rank_products, mesh_of):

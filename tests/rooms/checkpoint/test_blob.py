@@ -11,6 +11,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.tiers import tiered
 
 import shardopt as so
 from shardopt.checkpoint import from_bytes, to_bytes
@@ -28,7 +29,11 @@ def packed(trained):
 
 @pytest.mark.parametrize(
     ("strategy", "sizes"),
-    [(so.fsdp, {"data": 8}), (so.fsdp, {"data": 2, "tensor": 4}), (so.zero, {"data": 4}), (so.ddp, {"data": 1})],
+    tiered(
+        [(so.fsdp, {"data": 8}), (so.fsdp, {"data": 2, "tensor": 4}), (so.zero, {"data": 4}), (so.ddp, {"data": 1})],
+        lambda row: row[1] in ({"data": 2, "tensor": 4}, {"data": 1}),
+        ids=lambda row: f"{row[0].__name__}-{row[1]}",
+    ),
 )
 def test_any_strategy_takes_it(strategy, sizes, packed, trained, make_opt, steps_on, same):
     opt, state = make_opt(strategy, **sizes), trained[1]()

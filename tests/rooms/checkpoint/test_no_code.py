@@ -119,7 +119,8 @@ print(seen)
 """
 
 
-@pytest.mark.parametrize("mode", [pytest.param("control", marks=pytest.mark.slow), "checkpoints"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["control", "checkpoints"])
 def test_nothing_is_pickled_or_unpickled_on_the_way(mode):
     environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
     done = subprocess.run([sys.executable, "-c", PROGRAM, mode], capture_output=True, text=True, env=environment)

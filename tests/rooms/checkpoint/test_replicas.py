@@ -37,9 +37,8 @@ def test_of_random_keys_the_first_is_taken():
 @pytest.mark.parametrize(
     ("new", "how"),
     [
-        (1, "bytes"),
         (3, "folder"),
-        *(pytest.param(*row, marks=pytest.mark.slow) for row in [(1, "folder"), (3, "bytes")]),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in [(1, "folder"), (1, "bytes"), (3, "bytes")]),
     ],
 )
 def test_restored_replicas_follow_it(new, how, tmp_path, make_opt):

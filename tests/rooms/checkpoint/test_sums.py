@@ -79,7 +79,9 @@ def copy_wrong(monkeypatch):
     return copy
 
 
-@pytest.mark.parametrize("hash_only", [(), FROZEN], ids=["whole", "hash_only"])
+@pytest.mark.parametrize(
+    "hash_only", [pytest.param((), id="whole"), pytest.param(FROZEN, id="hash_only", marks=pytest.mark.slow)]
+)
 def test_a_wrong_checkpoint_is_set_aside_and_the_one_before_is_used(
     opt, unbroken, copy_wrong, tmp_path, capsys, hash_only
 ):

@@ -123,6 +123,7 @@ def test_a_file_where_the_folder_should_be(tmp_path, complaint_of):
     )
 
 
+@pytest.mark.slow  # docs/test_import.py and docs/test_package.py have it of the whole package
 def test_no_backend_and_no_orbax_at_import():
     import subprocess
     import sys

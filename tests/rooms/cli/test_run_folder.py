@@ -78,9 +78,7 @@ PAIRS = list(itertools.product(FORMS, FORMS))
 @pytest.mark.parametrize(
     ("before", "after"),
     # the same form alone is another path; three forms are read, and three are made
-    tiered(
-        PAIRS, lambda row: row in (("plain", "plain"), ("plain", "reduced"), ("average", "diloco"), ("diloco", "plain"))
-    ),
+    tiered(PAIRS, lambda row: row in (("plain", "reduced"), ("average", "diloco"))),
 )
 def test_parameters_and_optimizer_state_are_kept_whatever_the_form(stored, before, after):
     folder, old = stored(before)
@@ -117,7 +115,7 @@ def test_parameters_and_optimizer_state_are_kept_whatever_the_form(stored, befor
     assert placed(state) == placed(opt.abstract_state())
 
 
-@pytest.mark.parametrize("after", tiered(["reduced", "diloco"], lambda form: form == "diloco"))
+@pytest.mark.parametrize("after", tiered(["reduced", "diloco"], lambda form: False))
 def test_what_was_converted_trains_on(stored, after):
     folder, _ = stored("average")
     mesh = so.make_mesh(replica=4, data=2)

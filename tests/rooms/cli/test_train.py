@@ -58,6 +58,7 @@ def test_a_run_shows_its_placement_learns_and_leaves_a_folder(finished):
         "fsdp: what each device holds",
         "2 x 32/data x 3 x 4/tensor x 8",
         "after 8 steps",
+        "What it writes",
         f"in {folder}: checkpoints, metrics.jsonl, config.json, loss.png",
     ):
         assert piece in out

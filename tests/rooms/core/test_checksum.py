@@ -20,10 +20,17 @@ def values(dtype):
     return jnp.asarray(draws).astype(dtype)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "complex64", "uint32", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "dtype",
+    tiered(
+        ["float32", "bfloat16", "int8", "bool", "complex64", "uint32", "float8_e4m3fn"],
+        lambda dtype: dtype in ("float32", "bool", "float8_e4m3fn"),
+    ),
+)
 def test_each_changed_element_changes_both_numbers(dtype):
     x = values(dtype)
-    changed = x.at[5, 3].set(~x[5, 3] if dtype == "bool" else x[5, 3] + 1)
+    changed = np.array(x)  # on the host, where no program is compiled
+    changed[5, 3] = ~changed[5, 3] if dtype == "bool" else changed[5, 3] + changed.dtype.type(1)
     first, second = np.asarray(sum_of(x)), np.asarray(sum_of(changed))
     assert (first != second).all()
     assert np.array_equal(np.asarray(sum_of(x)), first)
@@ -32,7 +39,7 @@ def test_each_changed_element_changes_both_numbers(dtype):
 BITS = {"float16": 16, "bfloat16": 16, "float8_e5m2": 8, "uint8": 8, "int16": 16, "int32": 32, "complex64": 64}
 
 
-@pytest.mark.parametrize("dtype", BITS)
+@pytest.mark.parametrize("dtype", tiered(BITS, lambda dtype: dtype in ("bfloat16", "uint8", "int32", "complex64")))
 def test_each_flipped_bit_changes_both_numbers(dtype):
     """Every bit of an element, each in an element of its own."""
     x = np.asarray(values(dtype))

@@ -82,6 +82,7 @@ def test_a_module_trains_as_nnx_trains_it_with_its_statistics(mesh_of):
     assert state.params["calls"][...] == 3  # evaluating changes nothing
 
 
+@pytest.mark.slow
 def test_every_step_has_a_mask_of_its_own_and_evaluation_none(mesh_of):
     params, loss_fn, frozen = so.interop.nnx(Dropped, kept)
     assert frozen == ()
@@ -100,6 +101,7 @@ def test_every_step_has_a_mask_of_its_own_and_evaluation_none(mesh_of):
     assert opt.evaluate(state, BATCH)["told"] == 1.0
 
 
+@pytest.mark.slow
 def test_stacked_modules_have_a_key_each():
     @nnx.split_rngs(splits=3)
     @nnx.vmap

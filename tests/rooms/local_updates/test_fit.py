@@ -13,7 +13,7 @@ def equal(a, b):
     return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def opt(strategy_of):
     return so.diloco(strategy_of("fsdp"), sync_every=4)
 

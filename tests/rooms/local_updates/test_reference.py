@@ -56,12 +56,18 @@ CASES = {
         {"sync_every": 4, "fragments": 2, "delay": 1, "mix": 0.5},
         {"blocks": 4, "stages": 2},
     ),
+    "pipeline, a fragment a step": (
+        "hybrid",
+        {"pipeline": 2},
+        {"sync_every": 2, "fragments": 2},
+        {"blocks": 4, "stages": 2},
+    ),
     "pipeline, uneven": ("hybrid", {"pipeline": 2}, {"sync_every": 4, "fragments": 2}, {"blocks": 6, "stages": 2}),
 }
 
 
 @pytest.mark.parametrize(
-    "case", tiered(CASES, lambda case: case == "pipeline", fast=lambda case: case == "four replicas")
+    "case", tiered(CASES, lambda case: case == "pipeline, a fragment a step", fast=lambda case: case == "four replicas")
 )
 def test_diloco(case, compare, x64):
     name, sizes, how, more = CASES[case]

@@ -112,6 +112,7 @@ def test_evaluate_takes_the_shared_parameters(strategy_of, new_params, new_batch
     assert not [one for one in so.audit(lowered).of(axis="replica").collectives if one.bytes > 64]
 
 
+@pytest.mark.slow  # the next test has a frozen leaf, which no outer step may move
 def test_frozen_leaves_stay_and_are_in_no_fragment(strategy_of, new_params, new_batches, steps_on, rows_of):
     inner = strategy_of("fsdp", options={"frozen": ["^in$"]})
     opt = so.diloco(inner, sync_every=2)

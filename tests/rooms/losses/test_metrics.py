@@ -74,6 +74,7 @@ def test_of_each_kind(options, mesh_of, x64):
     check(opt.step(state, X)[1])
 
 
+@pytest.mark.slow  # contract/test_hybrid_features.py has most kinds
 def test_of_each_kind_in_a_pipeline(mesh_of, x64):
     opt = so.hybrid(optax.sgd(0.1), mesh_of(data=2, pipeline=2), BLOCKS, micro_batches=2)
     state = opt.init(PARAMS)

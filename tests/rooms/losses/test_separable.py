@@ -76,11 +76,15 @@ AGAIN = {("nnx_transformer", 4), ("equinox", 4), ("gpt", 4)}  # as with one row
 AGAIN |= set(itertools.product(["linen_transformer", "haiku", "linen_cnn"], [4, 1]))  # the time is that of their init
 
 
+OF_ONE_ROW = ("looped", "linear_algebra", "gpt", "nnx_transformer")
+"""Pieces of one row in every run: those that are not proved, and those that run in no other number."""
+
+
 @pytest.mark.parametrize(
     ("name", "rows"),
     tiered(
         itertools.product(SEPARABLE, [4, 1]),
-        lambda row: row not in AGAIN,
+        lambda row: row not in AGAIN and (row[1] == 4 or row[0] in OF_ONE_ROW),
     ),
 )
 def test_mean_over_rows_is_shown_to_be_one(name, rows):

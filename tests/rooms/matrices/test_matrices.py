@@ -14,6 +14,7 @@ from support.tiers import tiered
 
 import shardopt as so
 from shardopt.config import _layout as layout
+from shardopt.core._types import leaves_with_paths
 from shardopt.hlo import audit, inner_product_flops
 from shardopt.matrices import _owned_stage as owned_stage
 from shardopt.matrices import _owners as owners
@@ -149,6 +150,7 @@ def test_equals_one_device_where_matrices_do_not_divide(layers, name, one, sizes
     assert relative_difference(after(opt, params, 3).params, expected) < 1e-10
 
 
+@pytest.mark.slow  # test_equals_one_device_where_matrices_do_not_divide
 @pytest.mark.parametrize("one", [pytest.param("muon", marks=pytest.mark.slow), "adafactor"])
 def test_equals_one_device_where_some_owners_return_nothing(one, mesh_of, x64):
     """Fewer matrices than devices, and some that no device shards: their results are combined instead of sent."""
@@ -193,7 +195,7 @@ def test_a_stack_outside_of_a_block_model_has_one_owner_a_matrix(sizes, mesh_of,
     is_split = "tensor" in sizes
     assert {row.paths: (len(row.owners), row.state) for row in owners.rows} == {
         ("up",): (8, not is_split),
-        ("down",): (1 if is_split else 8, not is_split),  # the rule splits the dim that counts matrices
+        ("down",): (8, not is_split),  # the rule splits the dim that counts matrices
         ("mix",): (6, False),
         ("heads",): (1, False),
     }
@@ -203,6 +205,76 @@ def test_a_stack_outside_of_a_block_model_has_one_owner_a_matrix(sizes, mesh_of,
     state, _ = opt.step(opt.init(params), batches(1)[0])
     _, expected = train(tx, stacks_loss, params, batches(1))
     assert relative_difference(state.params, expected) < 1e-10
+
+
+# Stacks whose first dim expert or tensor splits, and blocks of experts. In the last two rows devices have whole matrices.
+EXPERTS = {"expert_leaves": ["up", "experts"]}
+SPLIT_STACKS = [
+    ("muon", 8, {"data": 4, "expert": 2}, EXPERTS),
+    ("soap", 8, {"data": 4, "tensor": 2}, {"rules": [("up", P("tensor"))]}),
+    (
+        "muon",
+        6,
+        {"data": 2, "expert": 2, "tensor": 2},
+        EXPERTS | {"rules": [("up|experts", P(None, None, "tensor"))]},
+    ),
+    ("muon", 8, {"data": 1, "expert": 8}, EXPERTS),
+    ("shampoo", 8, {"data": 1, "tensor": 8}, {"rules": [("up", P("tensor"))]}),
+]
+SPLIT_SLOPES = {
+    name: np.random.default_rng(3).normal(size=(8, *shape)) for name, shape in (("up", (16, 32)), ("experts", (8, 16)))
+}
+SPLIT_MODEL = so.BlockModel(
+    embed=lambda outer, batch: jnp.mean(batch["x"]) * split_sum(outer["up"], "up"),
+    block=lambda w, x: x + split_sum(w["experts"], "experts") if "experts" in w else x,
+    loss=lambda outer, x, batch: x,
+)
+
+
+def split_sum(x, name):
+    return jnp.sum(jnp.tanh(x) * SPLIT_SLOPES[name][: len(x)])
+
+
+def last_dims_as_matrices(params):
+    return jax.tree.map(lambda x: optax.contrib.MuonDimensionNumbers((x.ndim - 2,), (x.ndim - 1,)), params)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "sizes", "options"),
+    tiered(SPLIT_STACKS, quick=lambda row: False, fast=lambda row: row is SPLIT_STACKS[0]),
+    ids=str,
+)
+def test_a_stack_whose_first_dim_is_split_has_one_owner_a_matrix(name, count, sizes, options, mesh_of, x64):
+    """Devices with the same matrices share them out. The loss has no products, so those of the step are the optimizer's.
+
+    The mutations: the stack has one owner; devices along expert repeat the work of a block; state is sharded differently
+    where it is sent from.
+    """
+    params, batch = {"up": SPLIT_SLOPES["up"][:count] * 0.2}, batches(1)[0]
+    loss = lambda params, batch: SPLIT_MODEL.embed(params, batch)  # noqa: E731
+    model, tx = loss, OWNED[name]()
+    if "expert" in sizes:
+        params["blocks"] = {"experts": np.random.default_rng(4).normal(size=(8, 8, 8, 16)) * 0.2}
+        model, loss = SPLIT_MODEL, SPLIT_MODEL.loss_fn
+        tx = optax.contrib.muon(1e-2, muon_weight_dimension_numbers=last_dims_as_matrices)
+    opt = so.fsdp(
+        tx, mesh_of(**sizes), model, min_shard_elements=8, view="global", opt_state_layout="matrices", **options
+    )
+    owners, step = opt.config.report(params).owners, opt.step.lower(opt.abstract_state(params), batch).compile()
+    assert {row.paths[0]: len(set(row.owners)) for row in owners.rows} == {
+        path: count if path == "up" else 8 for path, _ in leaves_with_paths(params)
+    }
+    shares = [update_flops(tx, {key: leaf}) / (count if key == "up" else 8) for key, leaf in params.items()]
+    assert inner_product_flops(step) == sum(shares) > 0
+    by_kind = audit(step).by_kind()
+    assert (by_kind["all-to-all"].wire_bytes if "all-to-all" in by_kind else 0) == owners.bytes_sent
+    state, _ = opt.step(opt.init(params), batch)
+    _, expected = train(tx, loss, params, [batch])
+    assert relative_difference(state.params, expected) < 1e-10
+
+
+def update_flops(tx, params):
+    return inner_product_flops(jax.jit(tx.update).lower(params, jax.eval_shape(tx.init, params), params).compile())
 
 
 def test_an_optimizer_without_work_on_matrices_sends_nothing_more(mesh_of):
@@ -363,6 +435,7 @@ def test_the_bytes_reported_are_those_of_the_all_to_alls(layers, name, sizes, me
     assert report.owners.padding == report.owners.bytes_sent / 4
 
 
+@pytest.mark.slow  # rooms/checkpoint, and the report of owners below
 def test_checkpoints_go_from_any_layout_to_any_other(mesh_of, tmp_path, x64):
     params = model_params()
     owned = strategy("fsdp", muon(), mesh_of(data=8), opt_state_layout="matrices")

@@ -50,7 +50,7 @@ ROWS = {  # mesh, axes, rules, set_mesh, the spec of up
     "our names, explicit": (mesh_of_kind(AxisType.Explicit, data=8), None, (), None, P(None, "data")),
     "our names": (so.make_mesh(), None, (), EXPLICIT, P(None, "data")),
 }
-QUICK = ("explicit, another set", "HSDP")
+QUICK = ("explicit, another set",)
 
 
 def under(mesh):

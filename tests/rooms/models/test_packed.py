@@ -59,12 +59,14 @@ def one_by_one(name):
     """Return parameters, and the gradient of the weighted mean over documents that have a row each, not packed."""
     model, init = MODELS[name]
 
+    sizes = np.array([one.size for one in DOCUMENTS])
+    # what fills a row behind its document is seen by none of its positions, and has no weight
+    rows = np.stack([np.pad(one, (0, sizes.max() - one.size)) for one in DOCUMENTS])
+    has_target = np.arange(1, sizes.max()) < sizes[:, None]
+    batch = {"tokens": rows, "weights": WEIGHTS[rows[:, :-1]] * has_target}
+
     def loss(params):
-        of_length = [
-            np.stack([one for one in DOCUMENTS if one.size == size]) for size in {one.size for one in DOCUMENTS}
-        ]
-        batches = [{"tokens": rows, "weights": WEIGHTS[rows[:, :-1]]} for rows in of_length]
-        return mean([model.loss_fn(params, batch) for batch in batches])
+        return mean([model.loss_fn(params, batch)])
 
     params = host_params(lambda _, key: init(key), None)
     return params, jax.device_get(jax.jit(jax.grad(loss))(params))
@@ -147,10 +149,26 @@ def test_no_gradient_crosses_in_micro_batches_stages_or_devices_of_a_row(how, me
     assert crossed(moved) == 0.0
 
 
+def test_positions_of_rows_in_natural_order_are_shown_to_be_those_of_the_row(mesh_of, monkeypatch, x64):
+    """Nothing is compiled: the check of the loss refuses positions that count from the device's own first one."""
+    model, init = MODELS["gpt"]
+    batch = data.next_token({"tokens": DRAW.integers(0, VOCABULARY, (2, 9))})
+
+    def lowered():
+        opt = so.ddp(optax.sgd(1.0), mesh_of(data=1, context=4), model, view="per_device")
+        return opt.step.lower(opt.abstract_state(jax.eval_shape(init, jax.random.key(0))), batch)
+
+    assert "context" in lowered().as_text()
+    monkeypatch.setattr(so.nn, "positions", jnp.arange)
+    with pytest.raises(so.errors.NotSeparableError, match="its index on its device"):
+        lowered()
+
+
+@pytest.mark.slow  # the test above, and test_order.py of nn for the positions themselves
 @pytest.mark.parametrize("name", tiered(["gpt", "learned"], lambda name: name == "learned"))
 def test_rows_in_natural_order_know_their_positions_on_a_context_axis(name, mesh_of, x64):
     model, init = MODELS[name]
-    params = init(jax.random.key(0))
+    params = jax.jit(init)(jax.random.key(0))
     batch = data.next_token({"tokens": DRAW.integers(0, VOCABULARY, (2, 9))})
     expected = jax.jit(jax.grad(model.loss_fn))(params, batch)
     opt = so.ddp(optax.sgd(1.0), mesh_of(data=1, context=4), model)
@@ -231,13 +249,13 @@ def test_the_order_of_positions_changes_no_gradient(name, order, x64):
 @pytest.mark.parametrize("name", tiered(["gpt", "learned"], lambda name: name == "gpt"))
 def test_inputs_and_targets_apart_say_the_same_as_one_more_token(name, x64):
     batch = {"tokens": DRAW.integers(0, VOCABULARY, (2, 9))}
-    model, init = MODELS[name]
+    model, _ = MODELS[name]
     grad = jax.jit(jax.value_and_grad(model.loss_fn))
-    params = init(jax.random.key(0))
+    params, _ = one_by_one(name)
     together, apart = grad(params, batch), grad(params, data.next_token(batch))
     assert relative_difference(apart, together) <= 1e-12
-    assert len(jax.tree.leaves(model.embed(params, batch))) == 1  # what blocks hand on stays one array
-    assert len(jax.tree.leaves(model.embed(params, data.next_token(batch)))) == 1
+    for given in (batch, data.next_token(batch)):
+        assert len(jax.tree.leaves(jax.eval_shape(model.embed, params, given))) == 1  # blocks hand on one array
 
 
 def test_shapes_of_a_batch_are_those_that_data_gives():

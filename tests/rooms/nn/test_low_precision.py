@@ -10,7 +10,6 @@ import optax
 import pytest
 from support.host import host_params
 from support.reference import relative_difference, train
-from support.tiers import tiered
 
 import shardopt as so
 from shardopt.models import _transformer as transformer
@@ -168,7 +167,8 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("precision", "name", "sizes", "options"), tiered(ROWS, lambda row: row in ROWS[:1], ids=str))
+@pytest.mark.slow  # a scale that is not of a row or a column alone fails test_numbers_are_those_of_the_formula
+@pytest.mark.parametrize(("precision", "name", "sizes", "options"), ROWS, ids=str)
 def test_many_devices_quantise_as_one(precision, name, sizes, options, mesh_of, x64):
     rng = np.random.default_rng(0)
     batches = [{"tokens": rng.integers(0, 32, (16, 8)), "targets": rng.integers(0, 32, (16, 8))} for _ in range(2)]

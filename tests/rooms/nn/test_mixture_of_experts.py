@@ -34,7 +34,7 @@ def without(how, *names):
     return {name: value for name, value in how.items() if name not in names}
 
 
-@pytest.mark.parametrize("name", tiered(WAYS, lambda name: name in ("sigmoid", "capacity")))
+@pytest.mark.parametrize("name", tiered(WAYS, lambda name: name == "sigmoid"))
 def test_equals_tokens_one_by_one(name, x64):
     how, args = WAYS[name], drawn(gated=name != "one", shared=name in ("sigmoid", "all"))
     found = one_device(args, **how)
@@ -43,6 +43,7 @@ def test_equals_tokens_one_by_one(name, x64):
     assert bool(jnp.any(dropped > 0)) == (name == "capacity")
 
 
+@pytest.mark.slow  # test_equals_tokens_one_by_one, without ties
 def test_ties_and_an_expert_without_tokens(x64):
     args = drawn()
     args["router"] = np.tile(args["router"][:, :1], 8)  # all scores equal: the first two experts of each token
@@ -60,7 +61,7 @@ def test_ties_and_an_expert_without_tokens(x64):
         pytest.param("softmax", {"expert": 2, "data": 2}, True, marks=pytest.mark.slow),
         pytest.param("sigmoid", {"expert": 4}, True, marks=pytest.mark.slow),
         pytest.param("capacity", {"expert": 4}, True, marks=pytest.mark.fast),
-        ("chunk", {"expert": 2, "context": 2}, True),
+        pytest.param("chunk", {"expert": 2, "context": 2}, True, marks=pytest.mark.slow),
         pytest.param("softmax", {"expert": 2, "tensor": 2}, True, marks=pytest.mark.slow),
         ("softmax", {"expert": 2, "data": 2}, False),
     ],
@@ -113,14 +114,14 @@ def problem():
 
 def test_a_loss_is_shown_to_be_a_mean_over_rows_and_trains_as_on_one_device(mesh_of, x64):
     params, batch = problem()
-    states = []
-    for data, micro_batches in ((1, 1), (2, 2)):
-        opt = so.fsdp(optax.sgd(0.1), mesh_of(data=data), loss_of_rows, micro_batches=micro_batches,
-                      frozen=["bias", "load"], min_shard_elements=8)  # fmt: skip
-        state, _ = opt.step(opt.init(params), batch)
-        states.append(state.params)
-    assert difference(*states) <= 1e-10
-    assert np.isclose(states[1]["load"].sum(), 1)
+    opt = so.fsdp(optax.sgd(0.1), mesh_of(data=2), loss_of_rows, micro_batches=2, frozen=["bias", "load"],
+                  min_shard_elements=8)  # fmt: skip
+    state, _ = opt.step(opt.init(params), batch)
+    grads, aux = jax.jit(jax.grad(loss_of_rows, has_aux=True))(params, batch)
+    expected = jax.tree.map(lambda leaf, grad: leaf - 0.1 * np.asarray(grad), params, grads)
+    expected |= {"bias": params["bias"], "load": aux["updates"].values["load"]}
+    assert difference(state.params, expected) <= 1e-10
+    assert np.isclose(state.params["load"].sum(), 1)
 
 
 def dropless_loss(params, batch):
@@ -131,13 +132,14 @@ def dropless_loss(params, batch):
 def test_a_loss_is_shown_to_be_a_mean_over_positions(mesh_of, x64):
     params, batch = problem()
     params = {name: params[name] for name in ("weights", "router")}
-    states = []
-    for sizes in ({"data": 1}, {"expert": 2, "context": 2, "tensor": 2}):
-        rules = [("weights/down", P(None, "tensor")), ("weights/", P(None, None, "tensor"))]
-        opt = so.ddp(optax.sgd(0.1), mesh_of(**sizes), dropless_loss, expert_leaves=["weights"],
-                     rules=rules if "tensor" in sizes else ())  # fmt: skip
-        states.append(opt.step(opt.init(params), batch)[0].params)
-    assert difference(*states) <= 1e-10
+    rules = [("weights/down", P(None, "tensor")), ("weights/", P(None, None, "tensor"))]
+    opt = so.ddp(optax.sgd(0.1), mesh_of(expert=2, context=2, tensor=2), dropless_loss, expert_leaves=["weights"],
+                 rules=rules)  # fmt: skip
+    state, _ = opt.step(opt.init(params), batch)
+    grads = jax.jit(jax.grad(dropless_loss))(params, batch)
+    assert (
+        difference(state.params, jax.tree.map(lambda leaf, grad: leaf - 0.1 * np.asarray(grad), params, grads)) <= 1e-10
+    )
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_shampoo_is_the_papers(options, x64):
     np.testing.assert_allclose(-updates, expected, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.parametrize("interval", tiered([1, 4], lambda interval: interval == 4))
 def test_soap_is_adam_in_the_eigenbasis_of_shampoo(interval, x64):
     options = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "ridge": 1e-4, "interval": interval}
     grads = draw(12, 5, 3) * np.linspace(0.2, 3, 5)[:, None]
@@ -53,6 +53,7 @@ def test_soap_is_adam_in_the_eigenbasis_of_shampoo(interval, x64):
     np.testing.assert_allclose(-updates, np.stack(list(plain.soap(list(grads), **options))), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow  # test_soap_is_adam_in_the_eigenbasis_of_shampoo
 def test_bases_of_soap_become_eigenvectors(x64):
     mixing = draw(6, 6, seed=1)
     grads = jnp.asarray(np.einsum("ij,tjk->tik", mixing, draw(400, 6, 4)))
@@ -120,7 +121,7 @@ def test_each_matrix_of_a_leaf_is_on_its_own_and_what_is_none_goes_to_adamw(name
         assert kept.left["convolution"] is None
 
 
-@pytest.mark.parametrize("name", [pytest.param("shampoo", marks=pytest.mark.slow), "soap"])
+@pytest.mark.parametrize("name", tiered(["shampoo", "soap"], lambda name: name == "shampoo"))
 def test_hyperparameters_can_be_injected_and_halves_are_kept_in_floats(name):
     grads = {"w": np.asarray(draw(4, 6, 4), jnp.bfloat16), "dead": np.zeros((4, 3, 3), jnp.bfloat16)}
     make = getattr(so.optimizers, name)

@@ -88,12 +88,10 @@ STACKED = ((16, 24, 16), so.optimizers.Matrix())
 @pytest.mark.parametrize(
     ("name", "leaf"),
     [
-        ("soap", STACKED),
         ("shampoo", FUSED),
-        ("muon", STACKED),
         *(
             pytest.param(*row, marks=pytest.mark.slow)
-            for row in [("soap", FUSED), ("shampoo", STACKED), ("muon", FUSED)]
+            for row in [("soap", STACKED), ("muon", STACKED), ("soap", FUSED), ("shampoo", STACKED), ("muon", FUSED)]
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "fused" if value == FUSED else "stacked",

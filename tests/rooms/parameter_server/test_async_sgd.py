@@ -26,7 +26,8 @@ def ddp(tx, loss_fn, params, batches, data, rng=None):
 def test_on_threads(optimizer, weighted, odd, x64):
     case, batches_of = odd(weighted)
     tx = OPTIMIZERS[optimizer]()
-    opt = so.async_sgd(tx, case.loss_fn, workers=WORKERS)
+    here = jax.devices()[:1] * WORKERS  # one program for all
+    opt = so.async_sgd(tx, case.loss_fn, workers=here)
     result = opt.run(case.params, batches_of(WORKERS), num_updates=len(case.batches))
     expected, losses = ddp(tx, case.loss_fn, case.params, case.batches, WORKERS)
     assert relative_difference(result.params, expected) <= 1e-12
@@ -35,6 +36,7 @@ def test_on_threads(optimizer, weighted, odd, x64):
     assert result.metrics["staleness"] == result.metrics["delay"] == {0: WORKERS * len(case.batches)}
 
 
+@pytest.mark.slow  # test_on_threads; the simulator's gradients are those of test_the_mathematics_is_real
 def test_in_the_simulator(odd, x64):
     case, batches_of = odd(weighted=True)
     tx = OPTIMIZERS["clip_adamw"]()
@@ -47,6 +49,7 @@ def test_in_the_simulator(odd, x64):
     assert result.metrics["seconds"] == 30.0
 
 
+@pytest.mark.slow  # test_on_threads, and test_replay.py with several devices
 def test_on_threads_that_drive_several_devices_each(odd, x64):
     case, batches_of = odd(weighted=True)
     tx = OPTIMIZERS["adamw"]()
@@ -67,7 +70,7 @@ def test_a_loss_with_rng_draws_what_ddp_draws(x64):
     batches = [{"x": draw.normal(size=(8, 3))} for _ in range(4)]
     params, key = {"w": jnp.ones(3)}, jax.random.key(7)
     expected, metrics = ddp(optax.sgd(0.1), loss_fn, params, batches, 2, key)
-    opt = so.async_sgd(optax.sgd(0.1), loss_fn, workers=2)
+    opt = so.async_sgd(optax.sgd(0.1), loss_fn, workers=jax.devices()[:1] * 2)
     cut = lambda worker: ({"x": batch["x"][4 * worker : 4 * worker + 4]} for batch in batches)  # noqa: E731
     result = opt.run(params, cut, num_updates=4, rng=key)
     assert relative_difference(result.params, expected) <= 1e-12
@@ -98,7 +101,7 @@ def test_a_block_model_trains_too(x64):
     params = {"blocks": draw.normal(size=(2, 3, 3)), "scale": np.ones(())}
     batches = list(draw.normal(size=(3, 8, 3)))
     cut = lambda worker: (batch[4 * worker : 4 * worker + 4] for batch in batches)  # noqa: E731
-    result = so.async_sgd(optax.sgd(0.1), model, workers=2).run(params, cut, num_updates=3)
+    result = so.async_sgd(optax.sgd(0.1), model, workers=jax.devices()[:1] * 2).run(params, cut, num_updates=3)
     expected, _ = ddp(optax.sgd(0.1), model, params, batches, 2)
     assert relative_difference(result.params, expected) <= 1e-12
 

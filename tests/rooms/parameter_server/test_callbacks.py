@@ -58,6 +58,7 @@ def test_a_run_that_breaks_off_goes_on(max_staleness, regression, tmp_path):
         np.testing.assert_array_equal(result.metrics["history"]["loss"], whole.metrics["history"]["loss"])
 
 
+@pytest.mark.slow  # shows that test_a_run_that_breaks_off_goes_on can fail
 def test_data_from_its_beginning_would_be_noticed(regression, tmp_path, monkeypatch):
     """The comparison above can fail: a resumed run that reads its data again ends elsewhere."""
     batches_of, opt = regression.batches_of(3), optimizer(regression, 0)
@@ -70,6 +71,7 @@ def test_data_from_its_beginning_would_be_noticed(regression, tmp_path, monkeypa
     assert np.abs(result.params["w"] - whole.params["w"]).max() > 1e-4
 
 
+@pytest.mark.slow  # test_a_run_that_breaks_off_goes_on resumes, test_replay.py has who leaves
 def test_a_finished_run_is_made_longer_by_other_workers(regression, tmp_path):
     """Four where there were three; then two: whoever is not there any more leaves."""
     logs = []
@@ -98,6 +100,7 @@ def test_a_run_that_is_complete_is_not_touched(regression, tmp_path):
     assert list(again.log) == list(first.log)
 
 
+@pytest.mark.slow  # test_a_run_that_breaks_off_goes_on, by the same code
 def test_islands_go_on_and_the_log_explains_it(regression, tmp_path):
     devices = jax.devices()
     islands = [

@@ -92,6 +92,7 @@ def test_a_memory_that_is_lost_is_said_and_replayed(waiting_for_joins):
     same_bits(opt.replay(result.log, start(), batches_of), result.params)
 
 
+@pytest.mark.slow  # shows that the replay above can fail
 def test_a_memory_that_outlives_its_worker_would_be_noticed(monkeypatch, waiting_for_joins):
     """The replay above can fail: it begins without memory at each join."""
     data = waiting_for_joins(batches_of, {1: [0, 8]})
@@ -147,6 +148,7 @@ def test_what_is_too_large_for_the_wire_is_named():
         train(R.exact(jnp.float16), data=large)
 
 
+@pytest.mark.slow  # test_streaming.py has islands with a reducer, test_replay_and_bytes the same codec
 def test_islands():
     def make(devices):
         return so.ddp(optax.adam(0.01), so.make_mesh(devices=devices), loss_fn)

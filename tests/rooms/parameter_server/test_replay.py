@@ -24,7 +24,7 @@ RULES = {
 @pytest.mark.parametrize(
     ("rule", "max_staleness"),
     [
-        ("none", 0),
+        pytest.param("none", 0, marks=pytest.mark.slow),
         pytest.param("none", 2, marks=pytest.mark.fast),
         pytest.param("none", None, marks=pytest.mark.slow),
         pytest.param("delayed_nesterov", 0, marks=pytest.mark.slow),
@@ -33,7 +33,8 @@ RULES = {
 )
 def test_threads(rule, max_staleness, regression, tmp_path):
     tx = optax.adam(0.05)
-    opt = so.async_sgd(tx, regression.loss_fn, workers=3, max_staleness=max_staleness, rule=RULES[rule])
+    here = jax.devices()[:1] * 3  # one program for all
+    opt = so.async_sgd(tx, regression.loss_fn, workers=here, max_staleness=max_staleness, rule=RULES[rule])
     path = tmp_path / "logs" / "run.jsonl"
     result = opt.run(regression.params, regression.batches_of(3), num_updates=20, log_path=path)
     again = replay(Log.load(path), tx, regression.loss_fn, regression.params, regression.batches_of(3))
@@ -56,7 +57,7 @@ def test_threads_with_deaths_and_late_joiners(max_staleness, regression, waiting
     same_bits(replay(result.log, tx, regression.loss_fn, regression.params, regression.batches_of(4)), result.params)
 
 
-@pytest.mark.parametrize("seed", tiered(range(4), lambda seed: seed in (1, 2)))
+@pytest.mark.parametrize("seed", tiered(range(4), lambda seed: False))
 def test_threads_with_random_kills(seed, regression):
     """Whoever dies when: the run ends, exactly so many updates are made, and the log explains every bit."""
     draw = np.random.default_rng(seed)

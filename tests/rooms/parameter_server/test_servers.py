@@ -34,7 +34,7 @@ def test_the_same_bits_as_one_server(max_staleness, rule, regression):
     def loss_fn(params, batch):
         return regression.loss_fn({name: params[name] for name in "wb"}, batch)
 
-    opt = so.async_sgd(tx, loss_fn, workers=2, servers=3, max_staleness=max_staleness, rule=rule)
+    opt = so.async_sgd(tx, loss_fn, workers=jax.devices()[:1] * 2, servers=3, max_staleness=max_staleness, rule=rule)
     result = opt.run(params, batches_of, num_updates=20)
     assert result.log.header["servers"] == 3
     same_bits(opt.replay(result.log, params, batches_of), result.params)
@@ -44,7 +44,8 @@ def test_the_same_bits_as_one_server(max_staleness, rule, regression):
         same_bits(one.run(params, batches_of, num_updates=20).params, result.params)
 
 
-def test_islands_get_the_same_bits_as_with_one_server(regression, message_of):
+@pytest.mark.slow  # test_the_same_bits_as_one_server, by the same servers
+def test_islands_get_the_same_bits_as_with_one_server(regression):
     meshes = [so.make_mesh(devices=jax.devices()[2 * i : 2 * i + 2]) for i in range(2)]
     made = [so.ddp(optax.sgd(0.05), mesh, regression.loss_fn) for mesh in meshes]
     opt = so.async_local_sgd(made, local_steps=2, max_staleness=0, servers=3)
@@ -53,6 +54,10 @@ def test_islands_get_the_same_bits_as_with_one_server(regression, message_of):
     same_bits(opt.replay(result.log, regression.params, regression.batches_of(2)), result.params)
     one = so.async_local_sgd(made, local_steps=2, max_staleness=0)
     same_bits(one.replay(as_if_by_one(result.log), regression.params, regression.batches_of(2)), result.params)
+
+
+def test_what_servers_of_islands_cannot_be_combined_with_is_refused(regression, message_of):
+    made = [so.ddp(optax.sgd(0.05), so.make_mesh(devices=jax.devices()[:2]), regression.loss_fn)]
     for name, given in (("reducer", so.reducers.int8()), ("fragments", 2), ("delay", 1), ("mix", 0.5)):
         found = message_of(ValueError, so.async_local_sgd, made, local_steps=2, servers=2, **{name: given})
         both = name if name == "reducer" else "fragments, delay or mix"
@@ -66,16 +71,16 @@ def test_a_global_norm_in_two_phases(regression):
     """Equal to optax's clip on one server up to summation order, and to its own log bit for bit."""
     batches_of = regression.batches_of(2)
     tx = optax.chain(SHARDED_CLIP, optax.sgd(0.1, momentum=0.9))
-    opt = so.async_sgd(tx, regression.loss_fn, workers=2, servers=3)
+    here = jax.devices()[:1] * 2  # one program for all
+    opt = so.async_sgd(tx, regression.loss_fn, workers=here, servers=3)
     result = opt.run(regression.params, batches_of, num_updates=20)
     same_bits(replay(result.log, tx, regression.loss_fn, regression.params, batches_of), result.params)
     plain = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
-    one = so.async_sgd(plain, regression.loss_fn, workers=2).run(regression.params, batches_of, num_updates=20)
+    one = so.async_sgd(plain, regression.loss_fn, workers=here).run(regression.params, batches_of, num_updates=20)
     assert relative_difference(one.params, regression.params) > 0
     assert relative_difference(one.params, result.params) <= 1e-6
-    unclipped = so.async_sgd(optax.sgd(0.1, momentum=0.9), regression.loss_fn, workers=2)
-    other = unclipped.run(regression.params, batches_of, num_updates=20)
-    assert relative_difference(other.params, result.params) > 1e-2  # it did clip
+    first = regression.batches[0]
+    assert np.linalg.norm(2 * first["x"].T @ first["y"] / len(first["y"])) > 1  # the first gradient: it did clip
 
 
 @pytest.mark.parametrize("servers", [1, 2, 4])
@@ -169,13 +174,14 @@ def test_a_push_that_does_not_fit_is_refused(message_of):
 
 def test_checkpoints_and_another_number_of_servers(regression, tmp_path, message_of):
     """A run that goes on ends where an unbroken one does, bit for bit; on another number of servers it is refused."""
-    opt = so.async_sgd(optax.adam(0.05), regression.loss_fn, workers=2, servers=2)
+    here = jax.devices()[:1] * 2  # one program for all
+    opt = so.async_sgd(optax.adam(0.05), regression.loss_fn, workers=here, servers=2)
     unbroken = opt.run(regression.params, regression.batches_of(2), num_updates=12)
     with so.Checkpoints(tmp_path, every=5, keep=2) as checkpoints:
         opt.run(regression.params, regression.batches_of(2), num_updates=7, checkpoints=checkpoints)
         result = opt.run(regression.params, regression.batches_of(2), num_updates=12, checkpoints=checkpoints)
         assert result.metrics["resumed_from"] == 7
         same_bits(result.params, unbroken.params)
-        three = so.async_sgd(optax.adam(0.05), regression.loss_fn, workers=2, servers=3)
+        three = so.async_sgd(optax.adam(0.05), regression.loss_fn, workers=here, servers=3)
         with pytest.raises(CheckpointError, match=r"params/trees/2/w: float32\[2\], missing from the checkpoint"):
             three.run(regression.params, regression.batches_of(2), num_updates=14, checkpoints=checkpoints)

@@ -40,6 +40,7 @@ def test_synchronous_steps_wait_for_the_slowest_of_the_draw(count):
     assert seconds == pytest.approx(2.0 * sum(1 / k for k in range(1, count + 1)), rel=0.05)
 
 
+@pytest.mark.slow  # test_one_slow_worker and test_synchronous_steps guard the rates
 @pytest.mark.parametrize(
     ("bounds", "until"),
     tiered([((0, 2, None), 1_500.0), ((0, 1, 2, 8, None), 4_000.0)], lambda row: len(row[0]) == 3),
@@ -153,7 +154,7 @@ def test_all_die_and_come_back():
     assert [one.clock for one in result.log if one.kind == "join"] == [0, 0, 0, 2, 2, 2]
 
 
-@pytest.mark.parametrize("max_staleness", [0, 2, None])
+@pytest.mark.parametrize("max_staleness", tiered([0, 2, None], lambda bound: bound == 2))
 def test_the_mathematics_is_real(max_staleness, simulate_really, regression):
     result = simulate_really(optax.adam(0.05), max_staleness=max_staleness, num_updates=60)
     losses = result.metrics["history"]["loss"]
@@ -185,6 +186,7 @@ def test_workers_whose_data_ends_leave(simulate_really, regression):
     assert (ended.metrics["stopped"], ended.metrics["updates"], ended.metrics["pushes"]) == ("exhausted", 8, 24)
 
 
+@pytest.mark.slow  # size alone; test_one_slow_worker runs the same simulator
 def test_two_thousand_workers():
     workers = [SimulatedWorker(durations.exponential(1.0))] * 2000
     metrics = simulate(workers, max_staleness=2, num_updates=10_000).metrics
@@ -264,6 +266,7 @@ def test_refusals(make, error, message):
     assert str(caught.value) == message
 
 
+@pytest.mark.slow  # test_async_local_sgd.py has deaths and late joiners
 @pytest.mark.parametrize("count", tiered([100, 300], lambda count: count == 100))
 def test_islands_that_come_and_go(count):
     """Rounds of R s in sessions of mean mu: 1 / (exp(R / mu) - 1) each; a push is as late as there are rounds on the way."""

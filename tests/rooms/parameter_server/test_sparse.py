@@ -102,6 +102,7 @@ def test_nothing_touched_is_a_push_too():
     assert state.version == 1
 
 
+@pytest.mark.slow  # test_equal_to_dense compares bytes and parameters
 def test_a_large_table_sends_its_touched_rows_only():
     """100,000 x 64, one row in a hundred: at most 2% of the dense bytes, and the outcome of dense SGD."""
     rows, dim, ids = 100_000, 64, np.random.default_rng(0).choice(100_000, 1_000, replace=False).astype(np.int32)
@@ -115,6 +116,7 @@ def test_a_large_table_sends_its_touched_rows_only():
     assert np.count_nonzero(np.asarray(result.params["table"])[:, 0] != 0.5) == len(ids)
 
 
+@pytest.mark.slow  # test_what_acts_row_by_row has one with multi_transform
 def test_an_optimizer_for_the_rows_and_another_for_the_rest():
     """SGD on the table, Adam elsewhere: equal to dense pushes, since only the table is sparse."""
     make = lambda: optax.multi_transform(  # noqa: E731
@@ -177,7 +179,9 @@ def after(tx, *, sparse, steps=2):
     return state.params
 
 
-@pytest.mark.parametrize("name", BY_ROW)
+@pytest.mark.parametrize(
+    "name", tiered(BY_ROW, lambda name: name in ("clip, then adamw", "lamb elsewhere", "injected"))
+)
 def test_what_acts_row_by_row_equals_dense_on_the_rows_of_each_push(name):
     found, dense = (after(BY_ROW[name], sparse=sparse, steps=1) for sparse in (True, False))
     np.testing.assert_allclose(found["table"][np.array([3, 5])], dense["table"][np.array([3, 5])], rtol=1e-5)

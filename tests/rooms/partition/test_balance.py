@@ -23,8 +23,14 @@ def test_the_busiest_has_as_little_as_may_be(costs, owners, most):
     found = share_out(costs, owners)
     assert len(found) == len(costs)
     assert set(found) <= set(range(owners))
-    assert busiest(costs, found, owners) == most
+    assert busiest(costs, found, [0.0] * owners) == most
 
 
 def test_there_may_be_nothing_to_share():
     assert share_out([], 4) == []
+
+
+@pytest.mark.parametrize(("costs", "most"), [([1.0] * 4, 2.0), ([2.0, 2.0, 1.0], 3.0)], ids=["even", "uneven"])
+def test_owners_with_work_get_less(costs, most):
+    loads = [2.0, 0.0, 0.0]
+    assert busiest(costs, share_out(costs, 3, loads), loads) == most

@@ -122,7 +122,7 @@ SCHEDULES = {
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    tiered([(name, count) for count in (3, 40) for name in SCHEDULES], lambda row: row[1] == 3),
+    tiered([(name, count) for count in (2, 40) for name in SCHEDULES], lambda row: row[1] == 2),
 )
 def test_every_schedule_is_valid_and_hands_everything_on(name, count):
     def check(p, m, v):

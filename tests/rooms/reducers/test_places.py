@@ -16,9 +16,7 @@ PLAIN = [R.exact(), R.exact(jnp.bfloat16), R.int8(8), R.sign(16), R.top_k(0.2), 
 PLAIN.append(R.warm_up(R.top_k(0.2, momentum=0.5), 1))
 REDUCERS = [*PLAIN, *(R.error_feedback(one) for one in PLAIN), R.error_feedback(R.top_k(0.2, momentum=0.9))]
 FED_BACK = REDUCERS[len(PLAIN) :]
-REPEATED = ("exact()", "sign", "momentum")  # what they do here, others do
 by_name = pytest.mark.parametrize("reducer", FED_BACK, ids=lambda one: one.name)
-few = tiered(FED_BACK, lambda one: not any(word in one.name for word in REPEATED), ids=lambda one: one.name)
 
 
 def tiered_by_name(*names):
@@ -50,7 +48,7 @@ def two_calls(reducer):
     return run
 
 
-@pytest.mark.parametrize("reducer", tiered_by_name("int8", "power_sgd"))
+@pytest.mark.parametrize("reducer", tiered_by_name("power_sgd"))
 def test_vmap_pmap_and_shard_map_agree(reducer, ways, draw_gradients):
     grads = draw_gradients([(7, 3), (5,), ()], 3)
     results = {name: jax.tree.map(np.asarray, way(two_calls(reducer), 3)(grads)) for name, way in ways.items()}
@@ -70,7 +68,7 @@ def test_mass_is_conserved_in_every_dtype(reducer, on_devices, x64):
         np.testing.assert_allclose(total, 2 * np.asarray(g).astype(complex).sum(0), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("reducer", few)
+@pytest.mark.parametrize("reducer", tiered_by_name("int8", "top_k"))
 def test_a_non_finite_gradient_reaches_the_mean_and_no_memory(reducer, ways, draw_gradients):
     # Programs of their own: in one, XLA may compute the same memory twice and round it differently.
     first = ways["vmap"](lambda grads: reducer.reduce(grads, reducer.init(grads), "data")[1], 3)
@@ -88,8 +86,7 @@ def test_a_non_finite_gradient_reaches_the_mean_and_no_memory(reducer, ways, dra
 
 @pytest.mark.parametrize(
     "reducer",
-    [R.int8(), pytest.param(R.sign(), marks=pytest.mark.slow), R.exact(jnp.bfloat16)],
-    ids=lambda one: one.name,
+    tiered([R.int8(), R.sign(), R.exact(jnp.bfloat16)], lambda one: "int8" in one.name, ids=lambda one: one.name),
 )
 def test_several_axes_are_one(reducer, mesh_of, on_devices, draw_gradients):
     grads = draw_gradients([(5, 3)], 4)["leaf0"]

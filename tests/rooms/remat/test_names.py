@@ -58,7 +58,7 @@ STEPS = [
     for strategy in ("ddp", "fsdp")
     for remat in ("save:inner, hidden", "offload:outer", "full", "offload", POLICY)
 ]
-QUICK = [("fsdp", "save:inner, hidden"), ("fsdp", "offload:outer")]
+QUICK = [("fsdp", "offload:outer")]
 
 
 @pytest.mark.parametrize(

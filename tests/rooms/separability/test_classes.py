@@ -7,13 +7,17 @@ from support.row_classes import ACCEPTED, CLASSES, PARAMS, batch_of
 from support.tiers import tiered
 
 ROWS = [(name, row) for name, losses in CLASSES.items() for row in losses]
-QUICK = {(name, row) for name, losses in CLASSES.items() for row in list(losses)[::48]}
-MEANS = [row for row in ACCEPTED if ":" not in row and row not in ("linen", "nnx", "equinox", "buffer in scan")][::6]
+QUICK = {(name, row) for name, losses in CLASSES.items() for row in list(losses)[::96]}
+OFTEN = {(name, row) for name, losses in CLASSES.items() for row in list(losses)[::2]}
+MEANS = [row for row in ACCEPTED if ":" not in row and row not in ("linen", "nnx", "equinox", "buffer in scan")][::12]
 """Some that take little time to initialise."""
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(("name", "row"), [pair for pair in ROWS if not CLASSES[pair[0]][pair[1]].separable])
+@pytest.mark.parametrize(
+    ("name", "row"),
+    tiered([pair for pair in ROWS if not CLASSES[pair[0]][pair[1]].separable], lambda pair: pair in OFTEN),
+)
 def test_what_is_no_mean_is_not_accepted(name, row):
     case = CLASSES[name][row]
     assert not proved(case.loss_fn, PARAMS, batch_of(case.rows), case.pieces)

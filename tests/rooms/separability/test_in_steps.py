@@ -41,7 +41,7 @@ OF_ALL_ROWS = {
 }
 
 
-@pytest.mark.parametrize("row", tiered(OF_ALL_ROWS, lambda row: row in list(OF_ALL_ROWS)[::2]))
+@pytest.mark.parametrize("row", tiered(OF_ALL_ROWS, lambda row: row in list(OF_ALL_ROWS)[::3]))
 def test_slices_of_all_rows_are_refused(row, mesh_of):
     loss_fn, mesh = OF_ALL_ROWS[row], mesh_of(data=2)
     opt = so.ddp(optax.sgd(1.0), mesh, loss_fn, view="per_device", separable=True)
@@ -78,7 +78,7 @@ TERMS = {
             for view in ("per_device", "global")
             for micro_batches in (1, 2)
         ],
-        lambda row: row[3] == 1 or row[:2] == ("a sigmoid", "one term"),
+        lambda row: (row[3] == 1 and "one term" in row) or (row[:2] == ("a sigmoid", "two terms") and row[3] == 2),
     ),
 )
 def test_a_weight_that_is_trained_is_refused_or_differentiated(weight, terms, view, micro_batches, mesh_of):

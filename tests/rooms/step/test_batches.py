@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from support.compilations import compilations
+from support.tiers import tiered
 
 import shardopt as so
 
@@ -51,7 +52,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", tiered(STRATEGIES, lambda name: name in ("fsdp", "global")))
 def test_numbers_that_all_rows_share(name):
     """Python's, numpy's and jax's; another value is not another program."""
     opt = STRATEGIES[name]()

@@ -121,7 +121,7 @@ def constrained_by(where):
 
 @pytest.mark.parametrize("tensor", tiered([1, 2], lambda size: size == 2))
 @pytest.mark.parametrize("row", tiered(["ddp", "fsdp", "hybrid"], quick=lambda row: row == "ddp"))
-@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("named", tiered([False, True], lambda named: named))
 def test_a_loss_that_constrains_over_tensor_is_the_same_at_every_size_of_it(named, row, tensor, mesh_of):
     make, sizes, _, options = ROWS[row]
     mesh = mesh_of(**(sizes | {"data": 2, "tensor": tensor}))

@@ -38,7 +38,7 @@ def line_of(function, text):
     ("strategy", "mesh", "options"),
     [
         pytest.param("fsdp", {"data": 8}, {}, marks=pytest.mark.fast),
-        ("ddp", {"data": 4}, {"micro_batches": 2}),
+        pytest.param("ddp", {"data": 4}, {"micro_batches": 2}, marks=pytest.mark.slow),
         ("zero1", {"replica": 2, "data": 2}, {"view": "global"}),
     ],
 )

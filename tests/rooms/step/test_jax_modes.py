@@ -38,7 +38,7 @@ MODES = {
     "leaks": lambda: jax.check_tracer_leaks(True),
     "guard": lambda: jax.transfer_guard("disallow"),
 }
-QUICK = [("leaks", "ddp"), ("leaks", "local_sgd"), ("guard", "global"), ("guard", "blocks"), ("guard", "pipeline")]
+QUICK = [("leaks", "ddp"), ("guard", "global"), ("guard", "blocks")]
 
 
 # Where jax suspects a leak, as in a custom derivative, it walks over all objects of the process: up to a minute late in a run.

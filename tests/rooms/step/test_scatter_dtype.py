@@ -99,6 +99,7 @@ def test_equals_one_device_that_rounds_what_is_sent(strategy, sizes, micro_batch
     assert relative_difference(found, exact) > 1e-5
 
 
+@pytest.mark.slow  # or the contract would not be exact
 def test_by_default_nothing_is_rounded(mesh_of):
     def sent(**options):
         opt = STRATEGIES["fsdp"](optax.sgd(RATE), mesh_of(data=4), MODEL, **options)
@@ -130,7 +131,7 @@ def test_the_sum_sends_half(strategy, sizes, micro_batches, mesh_of):
     assert wide == narrow
 
 
-@pytest.mark.parametrize("placement", tiered(["fsdp", "zero2", "zero1"], lambda placement: placement == "zero1"))
+@pytest.mark.parametrize("placement", tiered(["fsdp", "zero2", "zero1"], lambda placement: False))
 def test_in_a_pipeline(placement, mesh_of, x64):
     """Rounded once for each micro-batch and device, or once for the sum: the difference is that of rounding."""
     params, batches, found = params_of(), batches_of(), []

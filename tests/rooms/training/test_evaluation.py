@@ -88,7 +88,7 @@ OPTIMIZERS = {
             ("hsdp", (8, 3)),
             ("diloco", (8, 7)),
         ],
-        quick=lambda row: row in (("ddp", (1,)), ("ddp", (8, 5)), ("replicas", (19, 1, 5)), ("diloco", (8, 7))),
+        quick=lambda row: row in (("ddp", (8, 5)), ("replicas", (19, 1, 5))),
         ids=lambda row: f"{row[0]}-{'+'.join(map(str, row[1]))}",
     ),
 )

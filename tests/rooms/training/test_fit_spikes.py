@@ -26,7 +26,7 @@ def spiked(batches, *positions, factor=1e4):
     return [{**b, "y": b["y"] * (factor if i in positions else 1)} for i, b in enumerate(batches)]
 
 
-@pytest.mark.parametrize("factor", [1e4, np.nan])
+@pytest.mark.parametrize("factor", tiered([1e4, np.nan], lambda factor: factor == 1e4))
 def test_the_run_goes_back_and_leaves_the_batches_out(opt, new_state, batches, same, tmp_path, factor, capfd):
     """Batch 7 is a spike; it is seen while step 8 runs, so batches 5 to 8 are left out."""
     path = tmp_path / "log.jsonl"
@@ -61,7 +61,7 @@ def killed_at(batches, count):
     raise KilledError
 
 
-@pytest.mark.parametrize("count", tiered([8, 9, 11, 14], lambda count: count in (9, 11)))
+@pytest.mark.parametrize("count", tiered([8, 9, 11, 14], lambda count: count == 11))
 def test_a_resumed_run_goes_back_in_the_same_way(opt, new_state, batches, same, memory, count):
     """It is killed before the spike is seen, just after it, before the next checkpoint and after it."""
     data = spiked(batches, 7, 17)

@@ -22,6 +22,7 @@ def annotated_steps(folder):
     return found
 
 
+@pytest.mark.slow
 def test_the_steps_are_annotated_and_the_run_is_the_same(opt, new_state, batches, same, tmp_path, capfd):
     with so.Checkpoints(tmp_path, every=4, keep=1) as checkpoints:
         options = {"checkpoints": checkpoints, "progress": False, "profile": (2, 3)}

@@ -186,7 +186,7 @@ def of_loader(batches):
     "source",
     tiered(
         [of_list, of_grain, of_grain_dataset, of_map_dataset, of_loader],
-        lambda source: source in (of_list, of_grain, of_map_dataset),
+        lambda source: source in (of_list, of_grain),
     ),
 )
 def test_resumed_equals_unbroken(opt, new_state, batches, memory, same, source):
@@ -240,7 +240,7 @@ def test_killed_between_checkpoints(opt, new_state, batches, memory, same, metri
 BROKEN = list(itertools.product(["val", "error"], [1, 6, 9, 12, 13, 15, 18]))
 
 
-@pytest.mark.parametrize(("metric", "broken_at"), tiered(BROKEN, lambda row: BROKEN.index(row) % 4 == 0))
+@pytest.mark.parametrize(("metric", "broken_at"), tiered(BROKEN, lambda row: BROKEN.index(row) % 7 == 3))
 def test_early_stopping_resumes(opt, new_state, batches, memory, metrics_at, broken_at, metric):
     """The validation metric is lowest at step 9; the training metric stops wherever it stops."""
     options = {

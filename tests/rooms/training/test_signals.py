@@ -143,7 +143,7 @@ def test_other_threads_train_without_signals(opt, new_state, batches):
     assert results[0].stopped == "completed"
 
 
-@pytest.mark.parametrize("draw", tiered(range(10), lambda draw: draw == 0))
+@pytest.mark.parametrize("draw", tiered(range(10), lambda draw: False))
 def test_sigterm_at_any_moment_costs_nothing_but_time(opt, new_state, batches, same, tmp_path, draw):
     """Told to end three times, wherever it is: in a step, an evaluation or a save. Each time it goes on from there."""
     rng = random.Random(draw)

@@ -193,7 +193,7 @@ def split_run(request):
     return mesh, run
 
 
-@pytest.mark.parametrize("split_run", tiered(SPLIT, lambda axis: axis == "pipeline"), indirect=True)
+@pytest.mark.parametrize("split_run", tiered(SPLIT, lambda axis: axis == "tensor"), indirect=True)
 def test_pipelines_and_tensor_axes_have_no_false_alarm(split_run, now):
     _, run = split_run
     assert faults.same_bits(run(verify_every=1), run())

@@ -77,7 +77,7 @@ def check(opt, case, inner):
 
 ROWS = [
     pytest.param("fsdp", {"data": 8}, "adamw", {}, marks=pytest.mark.fast),
-    ("ddp", {"data": 8}, "adamw", {"view": "global"}),
+    pytest.param("ddp", {"data": 8}, "adamw", {"view": "global"}, marks=pytest.mark.slow),
     pytest.param("zero1", {"data": 4, "tensor": 2}, "adamw", {"micro_batches": 4}, marks=pytest.mark.slow),
     pytest.param("zero2", {"replica": 2, "data": 4}, "muon", {}, marks=pytest.mark.slow),
     pytest.param("fsdp", {"data": 8}, "muon", {"opt_state_layout": "matrices"}, marks=pytest.mark.slow),
@@ -94,7 +94,8 @@ def test_the_average_is_that_of_one_device(strategy, mesh, inner, options, mesh_
         check(opt, case, INNER[inner]())
 
 
-@pytest.mark.parametrize("layout", [pytest.param("within", marks=pytest.mark.slow), "matrices"])
+@pytest.mark.slow  # test_the_average_is_that_of_one_device; the contract steps in pipelines
+@pytest.mark.parametrize("layout", ["within", "matrices"])
 def test_a_pipeline_averages_as_one_device(layout, mesh_of):
     with jax.enable_x64(True):
         case = block_problem("pytree", weighted=False, num_blocks=2, rows=8, steps=STEPS)
@@ -122,9 +123,20 @@ def stacked_muon():
     return optax.contrib.muon(1e-2, weight_decay=1e-2, muon_weight_dimension_numbers=dimensions)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "layout"), [pytest.param("zero1", "within", marks=pytest.mark.slow), ("fsdp", "matrices")]
-)
+@pytest.mark.fast
+def test_the_average_lies_as_its_parameters(mesh_of):
+    """Without its own place, the average of a stacked matrix would be at the owner, which has no parameters."""
+    opt = STRATEGIES["fsdp"](averaging(stacked_muon()), mesh_of(data=8), BLOCKS, opt_state_layout="matrices")
+    state = opt.abstract_state(BLOCK_PARAMS)
+    average = state.opt_state[1].average
+    assert [leaf.sharding for leaf in jax.tree.leaves(average)] == [
+        leaf.sharding for leaf in jax.tree.leaves(state.params)
+    ]
+    assert not average["blocks"]["up"].sharding.is_fully_replicated
+
+
+@pytest.mark.slow  # the test above is of where the average lies, which decides it
+@pytest.mark.parametrize(("strategy", "layout"), [("zero1", "within"), ("fsdp", "matrices")])
 def test_a_step_sends_nothing_more(strategy, layout, mesh_of):
     """Without its own place, the average of a stacked matrix would be at the owner, which has no parameters."""
     sent = []

@@ -47,7 +47,14 @@ def test_the_norm_over_two_axes(mesh_of, x64):
     close(jax.jit(placed)(grads), jax.jit(reference.update)(grads, reference.init(grads))[0])
 
 
-@pytest.mark.parametrize("split", [True, pytest.param(False, marks=pytest.mark.slow), {"a": P("data"), "b": False}])
+@pytest.mark.parametrize(
+    "split",
+    [
+        pytest.param(True, marks=pytest.mark.slow),
+        pytest.param(False, marks=pytest.mark.slow),
+        {"a": P("data"), "b": False},
+    ],
+)
 def test_the_norm_under_vmap_and_pmap(split, ways, x64):
     """Stacked [4, ...]: whole leaves are copies, split ones are not."""
     is_split = {"a": split is not False, "b": split is True}

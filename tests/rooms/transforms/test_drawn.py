@@ -58,7 +58,7 @@ def alone(tx, params, means):
     return seen
 
 
-@quick
+@settings(quick, max_examples=3)
 @drawn
 def test_accumulated_means(shapes, size, data, x64, on_devices):
     every = data.draw(st.integers(1, 3))
@@ -116,6 +116,7 @@ def test_the_norm_of_leaves_that_are_split(shapes, size, data, x64, on_devices):
         np.testing.assert_allclose(found[name], g if split[name] else np.stack([g] * size), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow  # test_combinators.py has rows of it
 @quick
 @drawn
 def test_late_means(shapes, size, data, x64, on_devices):
@@ -127,6 +128,7 @@ def test_late_means(shapes, size, data, x64, on_devices):
     everywhere(run(on_devices, tx, params, grads, size), alone(optax.sgd(0.1), params, late), size)
 
 
+@pytest.mark.slow  # test_combinators.py has rows of it
 @quick
 @drawn
 def test_local_updates(shapes, size, data, x64, on_devices):

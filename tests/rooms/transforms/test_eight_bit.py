@@ -133,7 +133,13 @@ def test_blocks_within_shards_need_no_collective_and_bytes_follow_the_formula(st
     np.testing.assert_allclose(nbytes, (2 + 8 / 64) / 8 * bytes_of_adam, rtol=0.02)
 
 
-ROWS = [("fsdp", 4, 2, "nnx"), ("zero1", 8, 1, "nnx"), ("ddp", 2, 4, "gpt"), ("zero2", 4, 2, "gpt")]
+ROWS = [
+    ("fsdp", 4, 2, "odd"),
+    ("fsdp", 4, 2, "nnx"),
+    ("zero1", 8, 1, "nnx"),
+    ("ddp", 2, 4, "gpt"),
+    ("zero2", 4, 2, "gpt"),
+]
 
 
 @pytest.mark.parametrize(("strategy", "data", "tensor", "model"), tiered(ROWS, lambda row: row == ROWS[0]))
@@ -151,6 +157,7 @@ def test_equals_one_device_with_the_same_codes(strategy, data, tensor, model, me
     assert any(x.dtype == jnp.uint8 for x in jax.tree.leaves(state.opt_state))
 
 
+@pytest.mark.slow  # rooms/checkpoint restores any state; test_blocks_within_shards is of its places
 def test_codes_are_saved_and_restored_onto_another_mesh(mesh_of, tmp_path):
     params = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
     tx, batch = so.transforms.eight_bit(optax.adam(1e-3), min_elements=1024), np.ones((32, 256), np.float32)

@@ -98,7 +98,7 @@ EQUAL = {
 }
 
 
-QUICK = ("clip injected", "average in multi_transform", "shard in multi_transform")
+QUICK = ("clip injected", "shard in multi_transform")
 
 
 @pytest.mark.parametrize("name", tiered(EQUAL, lambda name: name in QUICK))

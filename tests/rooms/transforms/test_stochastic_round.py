@@ -11,6 +11,7 @@ from support.table import STRATEGIES
 import shardopt as so
 
 
+@pytest.mark.slow  # test_each_neighbour_is_as_likely_as_the_other_is_far
 def test_what_nearest_rounding_loses_is_kept_on_average():
     params = {"w": jnp.full((256, 16), 1.5, jnp.bfloat16), "b": jnp.full(8, 1.5)}
     step = {"w": jnp.full((256, 16), 1e-4, jnp.bfloat16), "b": jnp.full(8, 1e-4)}

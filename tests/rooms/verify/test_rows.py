@@ -53,7 +53,7 @@ def test_a_lost_sum_fails_the_row_of_its_strategy(monkeypatch):
         Training("async_sgd", {}, model="odd sizes"),
         pytest.param(Training("fsdp", {"expert": 2}, "adamw", "moe"), marks=pytest.mark.slow),
         pytest.param(Training("fsdp", {"context": 2}, model="ring attention"), marks=pytest.mark.slow),
-        Training("zero1", {}, "lamb", "odd sizes", dtype="float64"),
+        pytest.param(Training("zero1", {}, "lamb", "odd sizes", dtype="float64"), marks=pytest.mark.slow),
     ],
     ids=str,
 )
