@@ -331,7 +331,7 @@ def _call(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    semantics = ("parallel",) * (len(grid) - sequential) + ("arbitrary",) * sequential
+    semantics: Any = ("parallel",) * (len(grid) - sequential) + ("arbitrary",) * sequential
     bytes_accessed = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in (*inputs, *out_shape))
     call = pl.pallas_call(
         kernel,
