@@ -25,7 +25,7 @@ from common import write_json
 
 RESULTS = Path(__file__).parent / "results" / "low_precision.json"
 PRECISIONS = ("float32", "int8", "fp8")
-DIM, LENGTH, BATCH, RATE, SEEDS, HELD_OUT = 192, 128, 16, 2e-3, (0, 1), 16
+DIM, LENGTH, BATCH, RATE, SEEDS, HELD_OUT = 192, 128, 16, 2e-3, range(6), 16
 
 
 def train(precision: Literal["float32", "int8", "fp8"], seed: int, steps: int) -> float:

@@ -1,20 +1,27 @@
 """Products in 8 bits, with gradients.
 
-Each token and each weight has its own scale, which one device can compute alone. So many devices quantise as one does.
+Scales are of one token, one channel of a weight, or one row of tokens, so many devices quantise as one does.
 """
 
-from collections.abc import Sequence
-from typing import Literal, get_args
+import functools
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from shardopt.core._errors import format_error
 from shardopt.core._types import wide_dtype
-from shardopt.mesh import device_kind_or_default
+from shardopt.mesh import device_kind_or_default, is_analysed, mesh_under_trace
+from shardopt.nn._int8_product import fits as takes
+from shardopt.nn._int8_product import int8_product, inverse
 from shardopt.nn._low_rank import LowRank
+from shardopt.nn._order import manual_context_axes
+from shardopt.trace._marks import ROW_MAXIMUM, marked
 
 Precision = Literal["int8", "fp8"]
 
@@ -47,27 +54,36 @@ def quantized_einsum(
 
     With q(a) = round(a / s) and s = max |a| / m, where m is the largest number of the 8 bits:
 
-        y  = s_x s_w (q(x) q(w)), summed in int32 or float32, returned in the dtype of x and weight
-        dx = s_g s_w (q(g) q(w)), for the gradient g, whose rows are scaled over the outputs
-        dw = x^T g without quantisation, in the dtype of x and weight
+        y  = s_x s_w (q(x) q(w))      s_x of each token, s_w of each channel: each index of the weight that the result has
+        dx = s_g (q(g s_w) q(w))      s_g of each token
+        dw = s_h (q(x)^T q(g s_x))    s_h of each row and channel
 
-    Each row of x (each token) has a scale over the summed dims, and the whole weight has one scale. "int8" rounds to the nearest
-    of -127 to 127. "fp8" is e4m3fn, with 3 bits of fraction, up to 448; g uses e5m2, with 2 bits, up to 57344. Gradients ignore
-    the rounding (straight through). The product over tokens, dw, stays in the higher precision, since its scales would need
-    tokens of other devices and micro-batches. So two of three products are in 8 bits.
+    g is the gradient of y. One copy of a weight and one of x serve both passes, because their scales are multiplied into g before
+    it is rounded. "int8" rounds to the nearest of -127 to 127. "fp8" is e4m3fn, with 3 bits of fraction, up to 448; g uses
+    e5m2, with 2 bits, up to 57344. Gradients ignore the rounding (straight through).
 
-    **Equivalence**: the result of a token depends only on this token and the weight. So strategies, mesh sizes and micro-batches
-    equal one device with the same `precision`, up to summation order. If a different order moves a number across a rounding
-    boundary, the number changes by one step of the 8 bits (in float64: practically never).
+    **Rows**: of the dims of tokens, the last one counts positions, and the others count rows. With a single dim of tokens, dw
+    is x^T g without rounding, since devices may share this dim.
+
+    **Kernels**: on TPU, Pallas kernels compute all three products of "int8" in 8 bits. They need whole rows and weights on a
+    device (neither tensor nor context axes, no `view="global"`), at least one dim of rows, x as "rows, positions, summed dims",
+    sizes in multiples of 128, and rows and columns that fit into VMEM. Otherwise, on GPU, and for "fp8", XLA multiplies y and dx in
+    8 bits. It multiplies the same rounded numbers of dw in the dtype of the gradients.
+
+    **Equivalence**: scales are of a token, a row or a channel, and no row is shared but over context, where devices take the
+    maximum of all. So strategies, mesh sizes and micro-batches equal one device with the same `precision`, up to summation order. If a
+    different order moves a number across a rounding boundary, the number changes by one step of the 8 bits (in float64:
+    practically never).
 
     **Placement**: weights are not cast, so master weights stay in float32.
 
-    **Communication**: none over data and context. If a weight is sharded over tensor, its maximum is sent. If summed dims are
-    sharded over tensor, maxima of tokens (4 bytes each) and partial sums in 32 bits are sent too.
+    **Communication**: none over data. Over context, the maxima of g s_x are sent, 4 bytes a row and channel. If summed dims are
+    sharded over tensor, maxima of tokens and channels and partial sums in 32 bits are sent. If channels are, maxima of tokens'
+    gradients.
 
     References:
       Wortsman et al., "Stable and low-precision training for large-scale vision-language models", 2023, algorithm 1
-      (SwitchBack: rows of x and g, the whole of w; the product over tokens keeps its precision). Micikevicius et al., "FP8
+      (SwitchBack, which has one scale for w; there the product over tokens keeps its precision). Micikevicius et al., "FP8
       Formats for Deep Learning", 2022 (e4m3 forwards, e5m2 backwards).
     """
     if isinstance(weight, LowRank):
@@ -76,8 +92,9 @@ def quantized_einsum(
     if precision is None:
         return jnp.einsum(subscripts, x, weight)
     check_precision("quantized_einsum", precision)
-    first, second, out = parse_subscripts(subscripts)
-    return _quantized(first, second, out, precision, x, weight)
+    product = Product(*parse_subscripts(subscripts), precision)
+    y = _by_kernels(product, x, weight)
+    return _by_xla(product, x, weight) if y is None else y
 
 
 def check_precision(caller: str, precision: str | None) -> None:
@@ -112,61 +129,172 @@ def parse_subscripts(subscripts: str) -> tuple[str, str, str]:
     return x, weight, out
 
 
-def _quantized_product(first: str, second: str, out: str, precision: Precision, x: Array, weight: Array) -> Array:
-    dtype = jnp.int8 if precision == "int8" else jnp.float8_e4m3fn
-    return _product(first, second, out, x, weight, dtype, dtype)
+class Rounded(NamedTuple):
+    """Numbers in 8 bits, and their scales.
+
+    Attributes:
+      numbers: an array in 8 bits.
+      scale: what they are multiplied by, with the dims of `letters`.
+      letters: the subscripts of the dims whose indices have scales of their own.
+    """
+
+    numbers: Array
+    scale: Array
+    letters: str
 
 
-_quantized = jax.custom_vjp(_quantized_product, nondiff_argnums=(0, 1, 2, 3))
+class Product(NamedTuple):
+    """The subscripts of a product, and its precision.
+
+    Attributes:
+      x: letters of activations.
+      weight: letters of the weight.
+      out: letters of the result.
+      precision: "int8" or "fp8".
+    """
+
+    x: str
+    weight: str
+    out: str
+    precision: Precision
+
+    @property
+    def tokens(self) -> str:
+        """The letters that count tokens; the last one counts positions, and the others rows."""
+        return _without(self.x, self.weight)
+
+    @property
+    def channels(self) -> str:
+        """The letters of the weight that stay in the result."""
+        return _without(self.weight, self.x)
+
+    @property
+    def rounds_weight_gradient(self) -> bool:
+        """Whether the product over tokens is rounded: a single dim of tokens may be one that devices share."""
+        return len(self.tokens) > 1
 
 
-def _forward(
-    first: str, second: str, out: str, precision: Precision, x: Array, weight: Array
-) -> tuple[Array, tuple[Array, Array]]:
-    return _quantized_product(first, second, out, precision, x, weight), (x, weight)
+def _without(letters: str, others: str) -> str:
+    return "".join(letter for letter in letters if letter not in others)
 
 
-def _backward(
-    first: str, second: str, out: str, precision: Precision, residuals: tuple[Array, Array], grad: Array
-) -> tuple[Array, Array]:
-    x, weight = residuals
-    dtypes = (jnp.int8, jnp.int8) if precision == "int8" else (jnp.float8_e5m2, jnp.float8_e4m3fn)
-    dx = _product(out, second, first, grad, weight, *dtypes).astype(x.dtype)
-    return dx, jnp.einsum(f"{first},{out}->{second}", x, grad).astype(weight.dtype)
+def _dtypes(precision: Precision) -> tuple[DTypeLike, DTypeLike]:
+    """Return the dtype of activations and weights, and the dtype of gradients."""
+    return (jnp.int8, jnp.int8) if precision == "int8" else (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
-_quantized.defvjp(_forward, _backward)
+def _product_by_xla(product: Product, x: Array, weight: Array) -> Array:
+    return _forward(product, x, weight)[0]
 
 
-def _product(
-    first: str, second: str, out: str, x: Array, weight: Array, x_dtype: DTypeLike, weight_dtype: DTypeLike
-) -> Array:
-    """Quantise the rows of x, and the weight with one scale; multiply, and scale back."""
-    wide = jnp.result_type(wide_dtype(x.dtype), wide_dtype(weight.dtype))
-    qx, x_scale = _quantize(x, [i for i, letter in enumerate(first) if letter in second], x_dtype)
-    qw, weight_scale = _quantize(weight, range(weight.ndim), weight_dtype)
+_by_xla = jax.custom_vjp(_product_by_xla, nondiff_argnums=(0,))
+
+
+def _forward(product: Product, x: Array, weight: Array) -> tuple[Array, tuple[Array, ...]]:
+    dtype, _ = _dtypes(product.precision)
+    rounded_x = _round(x, product.x, product.tokens, dtype)
+    rounded_weight = _round(weight, product.weight, product.channels, dtype)
+    y = _multiply(rounded_x, product.x, rounded_weight, product.weight, product.out)
+    y = _scaled(_scaled(y, product.out, rounded_x), product.out, rounded_weight)
+    kept_x = jnp.zeros(0, x.dtype) if product.rounds_weight_gradient else x
+    residuals = kept_x, jnp.zeros(0, weight.dtype), *rounded_x[:2], *rounded_weight[:2]
+    return y.astype(jnp.result_type(x.dtype, weight.dtype)), residuals
+
+
+def _backward(product: Product, residuals: tuple[Array, ...], grad: Array) -> tuple[Array, Array]:
+    x, like_weight, qx, x_scale, qw, weight_scale = residuals
+    _, dtype = _dtypes(product.precision)
+    wide = grad.astype(wide_dtype(grad.dtype))
+    rounded_x, rounded_weight = Rounded(qx, x_scale, product.tokens), Rounded(qw, weight_scale, product.channels)
+    rounded = _round(_scaled(wide, product.out, rounded_weight), product.out, product.tokens, dtype)
+    dx = _scaled(_multiply(rounded, product.out, rounded_weight, product.weight, product.x), product.x, rounded)
+    factors = x, grad
+    if product.rounds_weight_gradient:
+        kept = product.tokens[:-1] + product.channels
+        scaled_grad = _scaled(wide, product.out, rounded_x)
+        rounded = _round(scaled_grad, product.out, kept, dtype, maximum=_row_maximum)
+        factors = qx, _scaled(rounded.numbers.astype(wide.dtype), product.out, rounded)
+    factors = (factor.astype(grad.dtype) for factor in factors)
+    dw = jnp.einsum(f"{product.x},{product.out}->{product.weight}", *factors)
+    return dx.astype(x.dtype), dw.astype(like_weight.dtype)
+
+
+_by_xla.defvjp(_forward, _backward)
+
+
+def _multiply(a: Rounded, a_letters: str, b: Rounded, b_letters: str, out: str) -> Array:
+    """Return the product of the numbers in 8 bits, without scales, in a wide dtype."""
+    wide, numbers, sums = a.scale.dtype, (a.numbers, b.numbers), jnp.float32
     if device_kind_or_default() == "cpu":  # CPU has no 8-bit products: multiply the same numbers in a wider dtype
-        qx, qw, sums = qx.astype(wide), qw.astype(wide), wide
-    else:
-        sums = jnp.int32 if x_dtype == jnp.int8 else jnp.float32
-    y = jnp.einsum(f"{first},{second}->{out}", qx, qw, preferred_element_type=sums).astype(wide)
-    y = y * _align_scale(x_scale * weight_scale, first, second, out)
-    return y.astype(jnp.result_type(x.dtype, weight.dtype))
+        numbers, sums = (a.numbers.astype(wide), b.numbers.astype(wide)), wide
+    elif a.numbers.dtype == jnp.int8:
+        sums = jnp.int32
+    return jnp.einsum(f"{a_letters},{b_letters}->{out}", *numbers, preferred_element_type=sums).astype(wide)
 
 
-def _quantize(a: Array, dims: Sequence[int], dtype: DTypeLike) -> tuple[Array, Array]:
-    """Return a / scale, rounded, and the scale without the reduced dims. NaN and infinity become NaN."""
+def _maximum(a: Array, dims: tuple[int, ...]) -> Array:
+    return jnp.max(jnp.abs(a), axis=dims, keepdims=True)
+
+
+def _row_maximum(a: Array, dims: tuple[int, ...]) -> Array:
+    """Return the maximum over positions, of all devices along context."""
+    if is_analysed():
+        return marked(ROW_MAXIMUM, functools.partial(_maximum, dims=dims))(a)
+    axes = tuple(manual_context_axes())
+    return jax.lax.pmax(_maximum(a, dims), axes) if axes else _maximum(a, dims)
+
+
+def _round(
+    a: Array,
+    letters: str,
+    kept: str,
+    dtype: DTypeLike,
+    maximum: Callable[[Array, tuple[int, ...]], Array] = _maximum,
+) -> Rounded:
+    """Return a / scale, rounded, with a scale for each index of the `kept` dims. NaN and infinity become NaN."""
+    dims = tuple(i for i, letter in enumerate(letters) if letter not in kept)
     wide = a.astype(wide_dtype(a.dtype))
-    largest = jnp.max(jnp.abs(wide), axis=tuple(dims), keepdims=True)
+    largest = maximum(wide, dims)
     scale = largest / (jnp.iinfo(dtype).max if dtype == jnp.int8 else float(jnp.finfo(dtype).max))
-    scaled = jnp.where(scale == 0, 0, wide / scale)
+    scaled = wide * inverse(scale)
     rounded = jnp.round(scaled) if dtype == jnp.int8 else scaled
-    return rounded.astype(dtype), jnp.squeeze(scale, tuple(dims))
+    kept_letters = "".join(letter for letter in letters if letter in kept)
+    return Rounded(rounded.astype(dtype), jnp.squeeze(scale, dims), kept_letters)
 
 
-def _align_scale(scale: Array, letters: str, other_letters: str, out: str) -> Array:
-    """Return a scale with the dims of the result in their order, and ones for the other dims."""
-    scale_letters = [letter for letter in letters if letter not in other_letters]
-    order = [letter for letter in out if letter in scale_letters]
-    scale = jnp.transpose(scale, [scale_letters.index(letter) for letter in order])
-    return jnp.expand_dims(scale, [i for i, letter in enumerate(out) if letter not in scale_letters])
+def _scaled(a: Array, letters: str, rounded: Rounded) -> Array:
+    """Return an array times the scales of another one, by the letters of its dims."""
+    order = [letter for letter in letters if letter in rounded.letters]
+    scale = jnp.transpose(rounded.scale, [rounded.letters.index(letter) for letter in order])
+    return a * jnp.expand_dims(scale, [i for i, letter in enumerate(letters) if letter not in rounded.letters])
+
+
+def _by_kernels(product: Product, x: Array, weight: Array) -> Array | None:
+    """Return the product by the kernels for TPU; None if they do not take it.
+
+    They take int8 on a TPU where each device multiplies its own whole rows and weights, in multiples of 128.
+    """
+    mesh, (parts, rest) = mesh_under_trace(), _parts(product)
+    axis_types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    is_local = all(kind == AxisType.Manual or mesh.shape[axis] == 1 for axis, kind in axis_types)
+    summed = _without(product.x, product.tokens)
+    fits = parts + product.tokens + rest == product.out and product.tokens + summed == product.x
+    if product.precision != "int8" or not device_kind_or_default().startswith("TPU") or is_analysed():
+        return None
+    if not (is_local and fits and product.rounds_weight_gradient) or manual_context_axes():
+        return None
+    sizes = dict(zip(product.x + product.weight, x.shape + weight.shape, strict=True))
+    size = lambda letters: math.prod(sizes[letter] for letter in letters)  # noqa: E731
+    C, B, T, K, N = map(size, (parts, product.tokens[:-1], product.tokens[-1], summed, rest))
+    if not takes(C, T, K, N):
+        return None
+    ordered = jnp.transpose(weight, [product.weight.index(letter) for letter in parts + summed + rest])
+    y = int8_product(x.reshape(B, T, K), ordered.reshape(C, K, N))
+    return y.reshape([sizes[letter] for letter in product.out])
+
+
+def _parts(product: Product) -> tuple[str, str]:
+    """Return the channels before the tokens of the result, and those after them."""
+    before = product.out.partition(product.tokens)[0]
+    parts = "".join(letter for letter in before if letter in product.channels)
+    return parts, _without(_without(product.out, product.tokens), parts)

@@ -48,16 +48,16 @@ def positions(length: int) -> Int[Array, " T"]:
     if is_analysed():
         return marked(POSITIONS, functools.partial(jnp.arange, length, dtype=jnp.int32))()
     local_positions = jnp.arange(length, dtype=jnp.int32)
-    axes = tuple(_manual_context_axes())
+    axes = tuple(manual_context_axes())
     return local_positions + (jax.lax.axis_index(axes) * length).astype(jnp.int32) if axes else local_positions
 
 
 def row_length(length: int) -> int:
     """Return the positions of a whole row, of which this device holds `length`."""
-    return length if is_analysed() else length * math.prod(_manual_context_axes().values())
+    return length if is_analysed() else length * math.prod(manual_context_axes().values())
 
 
-def _manual_context_axes() -> dict[str, int]:
+def manual_context_axes() -> dict[str, int]:
     """Return axis -> size of the context axes whose shards the function under trace sees."""
     mesh = mesh_under_trace()
     axes = (axis for axis in axes_of_role(CONTEXT) if axis in mesh.manual_axes)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax._src import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from shardopt.core._trace_context import within_trace
 from shardopt.separability._elementwise import is_zero, resolve_numbers, unknown_results
 from shardopt.separability._proof import DifferentTracesError, Proof
 from shardopt.separability._relations import Known, Relation, Same, Shapes, Site, Split, Total, Unknown, differing_dims
@@ -160,7 +161,8 @@ def _follow_rule(
     key = id(site.whole_eqn), id(site.piece_eqn)
     if key not in proof.rule_traces:
         try:
-            proof.rule_traces[key] = trace(site.whole_eqn), trace(site.piece_eqn)
+            with within_trace(is_analysis=True):  # layers use their plain forms, as in the trace of the loss
+                proof.rule_traces[key] = trace(site.whole_eqn), trace(site.piece_eqn)
         except Exception:
             # a rule that works only inside the loss: it closes over tracers of the loss, or names mesh axes
             proof.rule_traces[key] = None

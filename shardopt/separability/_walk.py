@@ -28,7 +28,7 @@ from shardopt.separability._relations import (
 from shardopt.separability._single_rows import batched_product
 from shardopt.separability._table import apply_rule, equal_params
 from shardopt.trace._jaxprs import CHECKPOINTS, COLLECTIVES, SUMS, constants_of, open_jaxpr, shape_of
-from shardopt.trace._marks import ATTENTION, POSITIONS, has_mark
+from shardopt.trace._marks import ATTENTION, POSITIONS, ROW_MAXIMUM, has_mark
 
 CALLS = frozenset(["pjit", "jit", "closed_call", "core_call", "remat", "named_call", "custom_lin", *CHECKPOINTS])
 CUSTOM = frozenset(["custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"])
@@ -151,6 +151,8 @@ def _call(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]
         return [Split(0)]
     if proof.positions and has_mark(site.whole_eqn, ATTENTION):
         return [_attention(site, relations)]
+    if proof.positions and has_mark(site.whole_eqn, ROW_MAXIMUM):
+        return [_row_maximum(site, relations)]
     key = _function_param(site)
     if key is None or len(open_jaxpr(site.params[key]).invars) != len(relations):
         return unknown_results(site, relations, "primitive")
@@ -204,6 +206,16 @@ def _take_along_axis(site: Site, relations: Sequence[Relation]) -> Relation:
             if sizes[:2] != sizes[2:]:
                 return site.unknown("position")
     return unify(site, operands)
+
+
+def _row_maximum(site: Site, relations: Sequence[Relation]) -> Relation:
+    """Return the relation of the largest absolute numbers over positions, of which devices along context take the maximum."""
+    if unknown := first_unknown(relations):
+        return unknown
+    (operand,) = resolve_numbers(site, relations)
+    if isinstance(operand, Same | Split) and not differing_dims(site.result_shapes()):
+        return Same(abs(operand.ratio))
+    return site.unknown("mixes")
 
 
 def _attention(site: Site, relations: Sequence[Relation]) -> Relation:

@@ -18,13 +18,15 @@ POSITIONS = "shardopt_positions"
 """The positions of a device's piece in its sequences."""
 ATTENTION = "shardopt_attention"
 """Attention over the positions of all devices along context. Its operands begin with query, key and value."""
+ROW_MAXIMUM = "shardopt_row_maximum"
+"""The largest absolute numbers over positions, of all devices along context."""
 EXPERTS = "shardopt_experts"
 """Experts of all devices, so that results are complete. `top_k` is the number of experts of a token."""
 GROUPED_PRODUCT = "shardopt_grouped_product"
 """Each row times the matrix of its group. The rows come first among its operands."""
 LOSS = "shardopt_value_fn"
 """An evaluation of the loss in an optimizer's update; the loss is sharded already."""
-_DATA = {POSITIONS: (), ATTENTION: (), EXPERTS: ("top_k",), GROUPED_PRODUCT: (), LOSS: ()}
+_DATA = {POSITIONS: (), ATTENTION: (), ROW_MAXIMUM: (), EXPERTS: ("top_k",), GROUPED_PRODUCT: (), LOSS: ()}
 """Kind -> the names of its data, sorted."""
 
 GATHERED = "shardopt_gathered"

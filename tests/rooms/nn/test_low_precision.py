@@ -14,10 +14,12 @@ from support.reference import relative_difference, train
 import shardopt as so
 from shardopt.models import _transformer as transformer
 from shardopt.models import gpt
-from shardopt.nn._low_precision import check_precision
+from shardopt.nn import _low_precision
+from shardopt.nn._low_precision import Precision, check_precision
 from shardopt.planning import Transformer
 from shardopt.planning._models import RULES
 
+INT8_KERNELS = ("int8_forward", "int8_gradient_of_tokens", "int8_gradient_of_weight")
 SUBSCRIPTS = "btd,dcf->cbtf"
 MAX = {np.int8: 127, ml_dtypes.float8_e4m3fn: 448, ml_dtypes.float8_e5m2: 57344}
 
@@ -38,11 +40,17 @@ def test_numbers_are_those_of_the_formula(precision, x64):
     y, pull = jax.vjp(lambda x, w: so.nn.quantized_einsum(SUBSCRIPTS, x, w, precision=precision), x, w)
     dx, dw = pull(jnp.asarray(g))
     own = (np.int8,) * 2 if precision == "int8" else (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
-    expected = np.einsum(SUBSCRIPTS, rounded(x, (2,), own[0]), rounded(w, (0, 1, 2), own[0]))
+    qx, qw = rounded(x, (2,), own[0]), rounded(w, (0,), own[0])
+    expected = np.einsum(SUBSCRIPTS, qx, qw)
     np.testing.assert_allclose(y, expected, rtol=1e-12, atol=1e-12)
-    expected = np.einsum("cbtf,dcf->btd", rounded(g, (0, 3), own[1]), rounded(w, (0, 1, 2), own[0]))
+    # the scales of the weight, and of x, are in the gradient before it is rounded
+    weight_scale = (np.abs(w).max(0) / MAX[own[0]])[:, None, None]
+    expected = np.einsum("cbtf,dcf->btd", rounded(g * weight_scale, (0, 3), own[1]), qw / weight_scale[:, 0, 0])
     np.testing.assert_allclose(dx, expected, rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(dw, np.einsum("btd,cbtf->dcf", x, g), rtol=1e-12)
+    x_scale = np.abs(x).max(2, keepdims=True) / MAX[own[0]]
+    numbers = np.divide(qx, x_scale, out=np.zeros_like(qx), where=x_scale != 0)
+    expected = np.einsum("btd,cbtf->dcf", numbers, rounded(g * x_scale, (2,), own[1]))
+    np.testing.assert_allclose(dw, expected, rtol=1e-12, atol=1e-12)
     # and near what they stand for
     error = relative_difference(y, np.einsum(SUBSCRIPTS, x, w))
     assert 1e-4 < error < {"int8": 0.02, "fp8": 0.06}[precision]
@@ -54,6 +62,69 @@ def test_what_is_not_finite_stays_so(precision):
     x = jnp.ones((3, 4)).at[1, 2].set(jnp.nan).at[2, 0].set(jnp.inf)
     y = so.nn.quantized_einsum("td,df->tf", x, jnp.ones((4, 2)), precision=precision)
     assert jnp.isfinite(y).tolist() == [[True] * 2, [False] * 2, [False] * 2]
+
+
+@pytest.mark.fast
+def test_a_single_dim_of_tokens_keeps_the_gradient_of_the_weight(x64):
+    """Such a dim may be the batch, which devices share: they would have scales of their own rows."""
+    rng = np.random.default_rng(1)
+    x, w, g = (jnp.asarray(rng.normal(size=shape)) for shape in ((6, 4), (4, 3), (6, 3)))
+    _, pull = jax.vjp(lambda w: so.nn.quantized_einsum("td,df->tf", x, w, precision="int8"), w)
+    np.testing.assert_allclose(pull(g)[0], x.T @ g, rtol=1e-12)
+
+
+def kernels_of(monkeypatch):
+    """Let `quantized_einsum` use its kernels for TPU; they run interpreted, since jax's devices are not TPUs."""
+    monkeypatch.setattr(_low_precision, "device_kind_or_default", lambda: "TPU v6 lite")
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "shapes"),
+    [
+        ("btd,dcf->cbtf", ((2, 256, 128), (128, 2, 128))),
+        pytest.param("btd,dhk->bthk", ((2, 128, 256), (256, 2, 64)), marks=pytest.mark.slow),
+        pytest.param("bthk,hkd->btd", ((1, 256, 2, 64), (2, 64, 256)), marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_compute_the_same_numbers(subscripts, shapes, monkeypatch):
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32).at[:, 1].set(0) for shape in shapes)
+    product = lambda x, w: so.nn.quantized_einsum(subscripts, x, w, precision="int8")  # noqa: E731
+    g = jnp.asarray(rng.normal(size=jax.eval_shape(product, x, w).shape), jnp.float32)
+
+    def traced():
+        def run(x, w, g):
+            y, pull = jax.vjp(product, x, w)
+            return y, *pull(g)
+
+        return jax.jit(run).trace(x, w, g)
+
+    expected = traced().lower().compile()(x, w, g)
+    kernels_of(monkeypatch)
+    by_kernels = traced()
+    jaxpr = str(by_kernels.jaxpr)
+    for name in ("round_rows", "round_columns", *INT8_KERNELS):
+        assert name in jaxpr
+    for a, b in zip(by_kernels.lower().compile()(x, w, g), expected, strict=True):
+        assert relative_difference(a, b) < 1e-5  # of a step of the 8 bits, 1e-2
+
+
+@pytest.mark.fast
+def test_kernels_take_whole_rows_in_multiples_of_128(monkeypatch):
+    kernels_of(monkeypatch)
+
+    def uses_kernels(subscripts, *shapes, precision: Precision = "int8"):
+        operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+        product = lambda x, w: so.nn.quantized_einsum(subscripts, x, w, precision=precision)  # noqa: E731
+        return "int8_forward" in str(jax.make_jaxpr(product)(*operands))
+
+    assert uses_kernels("btd,df->btf", (2, 128, 256), (256, 384))
+    assert not uses_kernels("btd,df->btf", (2, 128, 256), (256, 384), precision="fp8")
+    assert not uses_kernels("btd,df->btf", (2, 64, 256), (256, 384))
+    assert not uses_kernels("btd,df->btf", (2, 128, 64), (64, 384))
+    assert not uses_kernels("btd,df->btf", (2, 128, 256), (256, 64))
+    assert not uses_kernels("td,df->tf", (128, 256), (256, 384))
+    assert not uses_kernels("btd,df->tbf", (2, 128, 256), (256, 384))
 
 
 @pytest.mark.fast
@@ -121,7 +192,7 @@ def test_many_devices_quantise_as_one(precision, name, sizes, options, mesh_of, 
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "topology"), [("int8", "v5e:2x4"), ("fp8", "tpu7x:2x2x1")])
 def test_on_tpu_the_products_are_in_eight_bits(precision, topology):
-    """Of five products of a block those forwards and to activations; fails where libtpu is not installed."""
+    """Of five products of a block, all of int8; of fp8 those forwards and to activations. Fails where libtpu is not installed."""
     shape = Transformer("t", 256, 2, 4, 512, 1024, 128, num_kv_heads=2)
     report = so.aot(
         lambda mesh: so.fsdp(optax.sgd(0.1), mesh, transformer.model(shape, precision=precision)),
@@ -134,5 +205,9 @@ def test_on_tpu_the_products_are_in_eight_bits(precision, topology):
         dtypes = dict(re.findall(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\w+)\[", computation, re.MULTILINE))
         for operands in re.findall(r" (?:dot|convolution)\(([^)]*)\)", computation):
             found.append(tuple(dtypes.get(one.split("%")[-1].strip(), "?") for one in operands.split(",")[:2]))
-    eight = {"int8": {("s8", "s8"): 10}, "fp8": {("f8e4m3fn", "f8e4m3fn"): 5, ("f8e5m2", "f8e4m3fn"): 5}}[precision]
+    if precision == "int8":
+        names = re.findall(r"%(int8_\w+?)[.\d]* = .*tpu_custom_call", report.text)
+        assert {name: names.count(name) for name in names} == dict.fromkeys(INT8_KERNELS, 5)
+        return
+    eight = {("f8e4m3fn", "f8e4m3fn"): 5, ("f8e5m2", "f8e4m3fn"): 5}
     assert {pair: found.count(pair) for pair in eight} == eight, found
