@@ -214,7 +214,7 @@ def _row_maximum(site: Site, relations: Sequence[Relation]) -> Relation:
         return unknown
     (operand,) = resolve_numbers(site, relations)
     if isinstance(operand, Same | Split) and not differing_dims(site.result_shapes()):
-        return Same(abs(operand.ratio))
+        return Same(abs(operand.ratio), isinstance(operand, Same) and operand.drawn)
     return site.unknown("mixes")
 
 
