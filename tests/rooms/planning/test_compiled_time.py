@@ -397,6 +397,13 @@ def test_one_group_of_heads_uses_one_of_two_cores():
     assert milliseconds(backward_kernel(groups=1), "v6e", kernels="stated") == ("stated", 0.25)
 
 
+def test_kernels_of_int8_state_flops_at_the_peak_of_int8_where_a_chip_has_one():
+    stated = ', backend_config={"custom_call_config":{"body":"x","cost_estimate":{"flops":"918000000000"}}}'
+    lines = [*kernel("int8_forward", stated)[:2], work("a", 0)]
+    times = {chip: milliseconds(lines, chip) for chip in ("v6e", "v4")}
+    assert times == {"v6e": ("stated", pytest.approx(0.5)), "v4": ("stated", pytest.approx(918 / 275))}
+
+
 @pytest.mark.parametrize(
     "lines",
     [
