@@ -79,6 +79,7 @@ def test_half_precision_parameters_and_activations(schedule, placement, mesh_of)
     assert seen == {jnp.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.slow  # test_features.py
 @pytest.mark.parametrize(
     ("schedule", "remat"),
     tiered(

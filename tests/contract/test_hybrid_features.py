@@ -73,6 +73,7 @@ def test_draws_what_ddp_draws(schedule, remat, mesh_of, x64):
     assert relative_difference(other.params, jax.device_get(expected.params)) > 1e-4
 
 
+@pytest.mark.slow  # test_features.py without a pipeline, test_hybrid_frozen.py
 @pytest.mark.parametrize(
     "schedule", tiered(["eager_one_f_one_b", "zero_bubble_lockstep_2"], lambda name: "eager" in name)
 )
@@ -175,6 +176,7 @@ def test_line_searches_evaluate_the_loss_of_the_union_batch(schedule, mesh_of, x
     assert expected[-1][0] < expected[0][0]
 
 
+@pytest.mark.slow  # test_placement.py
 def test_specs_are_the_shardings_and_the_second_step_compiles_nothing(mesh_of):
     case = block_problem("pytree", weighted=True, num_blocks=8, rows=8)
     mesh = mesh_of(data=2, tensor=2, pipeline=2)

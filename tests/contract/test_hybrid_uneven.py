@@ -118,6 +118,7 @@ def test_a_stage_runs_its_own_blocks_and_no_others(mesh_of):
 OPTIMIZER = {"momentum": lambda: optax.sgd(0.003, momentum=0.9), "line search": lambda: optax.lbfgs(memory_size=2)}
 
 
+@pytest.mark.slow  # test_hybrid_checkpoints.py
 @pytest.mark.parametrize("optimizer", tiered(OPTIMIZER, lambda name: name == "momentum"))
 def test_a_run_goes_on_in_equal_stages_and_on_one_device(optimizer, mesh_of, tmp_path):
     """A line search differentiates evaluation, in which blocks that are not there are skipped too."""

@@ -121,7 +121,7 @@ def make(case, mesh_of):
     return strategy(tx(), mesh_of(**mesh), model, **options), model
 
 
-QUICK = ("ddp", "pipeline")
+QUICK = ("ddp",)
 
 
 @pytest.mark.parametrize("case", tiered(CASES, lambda case: case in QUICK, fast=lambda case: case == "ddp"))

@@ -254,6 +254,7 @@ def test_what_is_no_reducer(mesh_of):
     )
 
 
+@pytest.mark.slow  # reducers/test_laws.py
 def test_error_feedback_learns_where_plain_compression_stalls(mesh_of):
     """Of a quadratic, sending one entry in ten: what is not sent is sent later, so the optimum is still found."""
     draw = np.random.default_rng(2)

@@ -60,6 +60,7 @@ def without_extras():
     )
 
 
+@pytest.mark.slow  # test_distribution.py reads what is imported
 def test_training_checkpoints_and_planning_need_no_extra(without_extras):
     assert without_extras.returncode == 0, without_extras.stderr
     steps, _ = without_extras.stderr.split("error: ")

@@ -64,6 +64,7 @@ def test_its_program_has_the_collectives_of_the_library(example, mesh):
     assert in_loop.of(kind="reduce-scatter").total.calls == 3 * 4
 
 
+@pytest.mark.slow  # the test of its collectives
 def test_bytes_of_small_leaves_are_equal_and_the_library_joins_the_leaves(example, mesh):
     by_example, by_library = audits(example, mesh, example.Config())
     for kind, in_loop in itertools.product(("all-gather", "reduce-scatter", "all-reduce"), (True, False)):

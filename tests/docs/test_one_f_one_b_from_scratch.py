@@ -65,6 +65,7 @@ def test_its_losses_and_weights_are_those_of_the_library_and_of_one_device(examp
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), sharded.params, params)
 
 
+@pytest.mark.slow  # a page and its example, which users change seldom
 def test_its_program_has_the_collectives_of_the_library_and_the_page_their_bytes(example):
     config, mesh, opt = example.Config(num_blocks=8), mesh_of_stages(), library(example)
     shapes, batch = example.make_init(config, mesh).eval_shape(jax.random.key(0)), next(example.batches(config))

@@ -79,6 +79,7 @@ def test_lines_are_counted_without_blanks_and_comments(load):
         assert rows[name]["lines"] == measure.lines_of(jobs.Contestant(*name.split(), 2))
 
 
+@pytest.mark.slow  # a script that is run by hand
 def test_others_get_the_same_parameters_in_their_own_layouts(load, tmp_path):
     task, maxtext, levanter = load("task"), load("contestants.maxtext"), load("contestants.levanter")
     config = task.Config(dim=16, num_layers=3, num_heads=2, batch=4, length=8)

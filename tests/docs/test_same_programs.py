@@ -121,6 +121,7 @@ def test_every_row_has_a_name_of_its_own(script):
     assert len({row.name for row in rows}) == len(rows) > 90
 
 
+@pytest.mark.slow  # a script that is run by hand
 def test_a_compiled_program_tells_what_it_sends_and_holds(script):
     row = next(row for row in script.all_rows() if row.name == "diloco of ddp, replica=2 data=4, blocks")
     found = dict(script.programs_of(row))

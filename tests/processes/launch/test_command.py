@@ -68,6 +68,7 @@ def test_a_script_is_launched_and_ends_well(start, tmp_path):
     assert (job.returncode, good) == (0, "done\n")
 
 
+@pytest.mark.slow  # test_launch.py, without the command
 def test_a_script_is_launched_and_an_error_of_one_process_ends_all_at_once(start, tmp_path):
     (tmp_path / "mine.py").write_text(SCRIPT)
     # Without our hook jax would wait five minutes for the other process, and the other one for it.

@@ -518,6 +518,7 @@ def test_a_second_job_does_not_write_over_the_logs_of_the_first(job):
     assert job("print('free again')", processes=1) == (0, [], [0])
 
 
+@pytest.mark.slow  # test_sigterm_reaches_all_and_nothing_is_started_anew
 def test_sigterm_ends_a_process_that_does_not_train_yet(job, monkeypatch):
     """jax would take it for a notice to itself, and the job would go on to its end."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -530,6 +531,7 @@ def test_sigterm_ends_a_process_that_does_not_train_yet(job, monkeypatch):
     assert "goes on" not in logs(job.folder)["process-0.log"]
 
 
+@pytest.mark.slow  # the other jobs of this file
 def test_a_job_may_have_its_checkpoints_beside_its_logs(job):
     script = (
         "from shardopt.runtime import _files as files\nif rank == 0: files.acquire_lock('Checkpoints', here / 'logs')\n"

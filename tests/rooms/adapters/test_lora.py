@@ -199,6 +199,7 @@ def test_the_base_travels_in_its_bits_and_only_adapters_are_reduced(mesh_of):
     assert scattered == {bytes_of([leaf for node in nodes for leaf in (node.lora_a, node.lora_b)])}
 
 
+@pytest.mark.slow  # test_the_base_travels_in_its_bits_and_only_adapters_are_reduced
 def test_low_rank_products_leave_out_the_gradients_of_weights(mesh_of):
     params, flops = host_params(gpt.init, CONFIG), {}
     models = {"full": (gpt.model(CONFIG), {}, params)}
@@ -291,6 +292,7 @@ class TwoLayers(eqx.Module):
         return jnp.tanh(jnp.einsum("bd,dhk->bhk", x, self.wide)).reshape(len(x), -1) @ self.down + self.bias[None]
 
 
+@pytest.mark.slow  # test_other_libraries.py
 def test_an_equinox_module_has_adapters(mesh_of):
     draw = np.random.default_rng(2)
     normal = lambda *shape: jnp.asarray(draw.normal(size=shape), jnp.float32)  # noqa: E731

@@ -165,6 +165,7 @@ print(len(files), (here / "ran").is_dir())
 """
 
 
+@pytest.mark.slow  # test_no_module_of_ours_can_read_a_pickle_or_run_what_it_reads
 def test_a_pickle_in_place_of_any_file_is_never_opened(tmp_path):
     """Not even where whoever put it there has made the manifest fit; in a process of its own, as orbax leaves readers behind."""
     environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}

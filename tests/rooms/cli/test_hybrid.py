@@ -49,6 +49,7 @@ def finished(tiny, tmp_path_factory):
         return folder, run(*command)
 
 
+@pytest.mark.slow  # test_train.py runs the command; schedules and placements are checked below
 def test_a_hybrid_run_says_what_its_schedule_costs_and_draws_it(finished):
     folder, out = finished
     for piece in (

@@ -108,6 +108,7 @@ def test_a_run_is_resumed_with_other_devices_another_mesh_and_another_strategy(s
     assert (saved["training"]["steps"], saved["run"]["checkpoint_every"]) == (12, 4)  # one given, one kept
 
 
+@pytest.mark.slow  # training/test_resume.py
 def test_resuming_a_run_that_is_done_says_so_and_a_changed_order_too(train, folder):
     code, out, _ = train("--run-dir", folder, "--resume", "--batch-size", 16)
     assert code == 0

@@ -43,6 +43,7 @@ def combined(strategy_of, kind, **sizes):
     return so.diloco(strategy_of("fsdp", **sizes), sync_every=4, fragments=2, delay=1, mix=0.5, reducer=INT8)
 
 
+@pytest.mark.slow  # test_fit.py saves what goes on
 @pytest.mark.parametrize(
     ("kind", "how"),
     tiered(

@@ -78,6 +78,7 @@ def noisy(params, batch, *, rng):
     return jnp.mean((jnp.where(keep, batch["x"], 0) @ params["w"]) ** 2)
 
 
+@pytest.mark.slow  # contract/test_features.py
 def test_each_replica_draws_its_own_numbers(strategy_of, new_batches, steps_on, apart, x64):
     """The same ones as without the combinator, where replicas are a part of the data axis."""
     params = {"w": jnp.ones((3, 2))}

@@ -80,6 +80,7 @@ def test_error_feedback_conserves_outer_gradients(reducer, strategy_of, new_para
         np.testing.assert_allclose(m.sum() + total, s.sum(), atol=1e-12)
 
 
+@pytest.mark.slow  # test_int8_of_an_exactly_representable_grid_is_exact
 def test_a_reducer_of_the_strategy_keeps_to_its_replica(
     strategy_of, new_params, new_batches, steps_on, rows_of, apart, x64
 ):

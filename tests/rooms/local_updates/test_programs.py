@@ -99,6 +99,7 @@ def test_warm_up_averages_gradients_and_the_state_is_not_looked_at(strategy_of, 
     assert sent_over_replica(opt, new_params(), 3).collectives
 
 
+@pytest.mark.slow  # contract/test_placement.py
 def test_an_abstract_state_lowers_the_first_step_that_replicas_take_by_themselves(strategy_of, new_params):
     batch = {"x": rows(3), "y": rows(2), "weights": rows()}
     for how, sends in (
@@ -175,6 +176,7 @@ def test_specs_are_true_buffers_are_reused_and_each_kind_of_step_compiles_once(
     assert sum("step" in name for name in compiled) == programs
 
 
+@pytest.mark.slow  # the other programs of this file
 def test_the_step_count_is_read_back_once(strategy_of, new_params, new_batches, monkeypatch):
     """Reading it would make the host wait for the step before, each time."""
     opt = so.local_sgd(strategy_of("ddp"), sync_every=2)

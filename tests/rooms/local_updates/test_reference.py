@@ -67,7 +67,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "case", tiered(CASES, lambda case: case == "pipeline, a fragment a step", fast=lambda case: case == "four replicas")
+    "case", tiered(CASES, lambda case: case == "four replicas", fast=lambda case: case == "four replicas")
 )
 def test_diloco(case, compare, x64):
     name, sizes, how, more = CASES[case]

@@ -50,6 +50,7 @@ def test_synchronize_leaves_nothing_on_its_way_that_would_count_twice(
         assert apart(state.params, mean) < 1e-12
 
 
+@pytest.mark.slow  # test_synchronize_makes_all_equal_to_the_mean_and_a_second_time_changes_nothing
 @pytest.mark.parametrize("delay", tiered([1, 2], lambda delay: delay == 2))
 def test_synchronize_takes_back_no_more_than_what_is_on_its_way(
     delay, strategy_of, new_params, new_batches, steps_on, apart, rows_of, x64

@@ -143,6 +143,7 @@ def test_blocks(mesh, view, mesh_of, x64):
     trains_as_one_device(opt, loss, start, batches(2))
 
 
+@pytest.mark.slow  # test_equals_one_device
 @pytest.mark.parametrize("view", tiered(["per_device", "global"], lambda view: view == "global"))
 def test_replicas_that_train_apart_share_the_table(view, mesh_of, x64):
     """DiLoCo with H=1, inner SGD lr a, outer SGD lr 1: ddp with SGD lr a. The loss is a mean, as the replicas' are averaged."""

@@ -79,6 +79,7 @@ def block_params():
     return {"blocks": {"up": normal(3, 16, 24), "down": normal(3, 24, 16)}, "in": normal(12, 16), "out": normal(16, 5)}
 
 
+@pytest.mark.slow  # test_any_loss_is_exact
 @pytest.mark.parametrize(
     ("strategy", "sizes", "remat"),
     [
@@ -225,6 +226,7 @@ def test_blocks_in_micro_batches(mesh_of, x64):
     check(opt, model.loss_fn, block_params(), LOSSES["batch_norm"].batches(2), tx=tx)
 
 
+@pytest.mark.slow  # test_rows.py
 def test_replicas_that_train_apart_each_see_their_whole_rows(mesh_of, x64):
     case, tx = LOSSES["batch_norm"], OPTIMIZERS["momentum"]()
     strategy = so.fsdp(tx, mesh_of(replica=2, data=4), case.loss_fn, min_shard_elements=8, view="global")

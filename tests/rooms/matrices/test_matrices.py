@@ -417,6 +417,7 @@ def test_blocks_that_do_not_divide_go_to_owners_one_by_one(one, mesh_of):
     assert "; their optimizer state is not: " in str(owners.lines())
 
 
+@pytest.mark.slow  # test_a_stack_whose_first_dim_is_split_has_one_owner_a_matrix
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [("fsdp", {"data": 8}), pytest.param("zero1", {"data": 4, "tensor": 2}, marks=pytest.mark.slow)],

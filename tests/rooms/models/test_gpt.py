@@ -42,6 +42,7 @@ def test_parameters_are_counted_right(tied):
     assert gpt.num_parameters(config) == 50 * 24 * (1 if tied else 2) + 3 * (10 * 24 * 24 + 48) + 24
 
 
+@pytest.mark.slow  # contract/test_hybrid_exact.py trains a GPT
 @pytest.mark.parametrize("tied", tiered([True, False], lambda tied: not tied))
 def test_loss_starts_at_that_of_a_uniform_guess(tied):
     config = gpt.GPTConfig(dim=256, num_layers=2, tied=tied)
@@ -130,6 +131,7 @@ def test_every_large_leaf_has_a_rule():
     assert {path[-1].key for path in whole} == {"norm"}
 
 
+@pytest.mark.slow  # contract/test_features.py
 def test_compute_dtype_is_the_parameters_unless_chosen():
     params = host_params(gpt.init, SMALL)
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)

@@ -85,6 +85,7 @@ def test_in_the_global_view(method, x64):
         np.testing.assert_allclose(a, b, atol=1e-10)
 
 
+@pytest.mark.slow  # contract/test_context.py
 @pytest.mark.parametrize("method", tiered(["ring", "all_to_all", "all_gather"], lambda method: method == "ring"))
 def test_in_a_branch_that_one_stage_takes(method, x64):
     """A pipeline runs blocks in a `cond` on the stage: a collective that waits for all devices would never return."""

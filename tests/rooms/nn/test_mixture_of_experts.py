@@ -76,6 +76,7 @@ def test_equals_one_device_over_an_expert_axis(name, sizes, travels, x64):
     assert difference(found, wanted) <= 1e-10
 
 
+@pytest.mark.slow  # losses/test_global_view.py
 def test_whole_arrays_under_the_partitioner_give_the_same(x64):
     mesh, args = expert_mesh(data=2, expert=2, tensor=2), drawn()
     with jax.set_mesh(mesh):
@@ -129,6 +130,7 @@ def dropless_loss(params, batch):
     return jnp.mean((y - batch["x"]) ** 2)
 
 
+@pytest.mark.slow  # the test above, over rows
 def test_a_loss_is_shown_to_be_a_mean_over_positions(mesh_of, x64):
     params, batch = problem()
     params = {name: params[name] for name in ("weights", "router")}

@@ -61,6 +61,7 @@ def test_on_threads_that_drive_several_devices_each(odd, x64):
     assert result.log.header["devices"] == [2, 2]
 
 
+@pytest.mark.slow  # test_async_local_sgd.py replays a loss with a key
 def test_a_loss_with_rng_draws_what_ddp_draws(x64):
     def loss_fn(params, batch, rng):
         noise = jax.random.normal(rng, batch["x"].shape, batch["x"].dtype)

@@ -172,6 +172,7 @@ def test_a_push_that_does_not_fit_is_refused(message_of):
     assert message_of(ValueError, push, {"w": rows}).startswith("parameter_server: a sparse push cannot be shared out")
 
 
+@pytest.mark.slow  # test_the_same_bits_as_one_server
 def test_checkpoints_and_another_number_of_servers(regression, tmp_path, message_of):
     """A run that goes on ends where an unbroken one does, bit for bit; on another number of servers it is refused."""
     here = jax.devices()[:1] * 2  # one program for all

@@ -29,6 +29,7 @@ def islands(loss_fn, count=2, *, size=2, make=so.ddp, **options):
     return [make(optax.adamw(0.01), mesh, loss_fn, **options) for mesh in meshes]
 
 
+@pytest.mark.slow  # the rounds of an island below, and local_updates/test_reference.py
 @pytest.mark.parametrize(
     "reducer",
     [pytest.param(None, id="exact"), pytest.param(so.reducers.int8(), marks=pytest.mark.slow, id="int8")],

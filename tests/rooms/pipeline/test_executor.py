@@ -36,6 +36,7 @@ def train(schedule, mesh, case, micro_batches, **options):
 IDLE = [(name, i % 2 == 0, 4 if name in IN_GROUPS else 3) for i, name in enumerate(SCHEDULES)]
 
 
+@pytest.mark.slow  # contract/test_hybrid_exact.py
 @pytest.mark.parametrize(
     ("name", "remat", "micro_batches"),
     tiered(IDLE, lambda row: row[0] == "zero_bubble"),

@@ -22,6 +22,7 @@ def refused(kind, message):
     return pytest.raises(kind, match=f"^{re.escape(message)}$")
 
 
+@pytest.mark.slow  # test_predictions.py compares with what is compiled
 @pytest.mark.parametrize("gated", tiered([True, False], bool))
 def test_the_closed_form_is_the_trace(gated):
     shape = Transformer(

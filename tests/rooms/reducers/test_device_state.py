@@ -30,6 +30,7 @@ def stored_step(tx, mesh, params, state):
     return jax.jit(shard)
 
 
+@pytest.mark.slow  # test_a_change_of_axis_size_loses_nothing
 def test_the_stored_form_goes_in_and_out_of_shard_map(mesh_of, draw_gradients):
     """Two steps through it equal two steps that never left the axis."""
     grads, tx = draw_gradients([(4, 3), (5,)], 4), chain()

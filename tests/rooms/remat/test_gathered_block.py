@@ -68,6 +68,7 @@ def test_the_lines_of_a_block_are_those_of_the_user(mesh_of):
     assert {place.rpartition(":")[0] for place in places} == {__file__}
 
 
+@pytest.mark.slow  # test_remat_of_the_model_is_heeded
 def test_a_checkpoint_within_a_block_is_heeded(mesh_of):
     def wide(w, x):
         return jnp.tanh(x["x"] @ w["up"]) @ w["down"]

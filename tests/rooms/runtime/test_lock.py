@@ -82,6 +82,7 @@ def test_a_fork_has_no_part_in_the_lock_and_does_not_outlive_its_holder(holder, 
     lock.release_lock(lock.acquire_lock("test", tmp_path))
 
 
+@pytest.mark.slow  # test_a_fork_has_no_part_in_the_lock_and_does_not_outlive_its_holder
 def test_a_fork_may_take_a_lock_of_its_own(holder, tmp_path):
     (tmp_path / "other").mkdir()
     process, said = holder("own")

@@ -54,6 +54,7 @@ def test_a_step_within_a_jitted_function_is_not_compiled_by_itself(compiles, mes
     assert compiles == ["compiled"]
 
 
+@pytest.mark.slow  # the other tests of this file
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="trim_malloc does nothing without glibc")
 def test_giving_back_lowers_what_the_process_holds():
     code = """

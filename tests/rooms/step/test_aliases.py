@@ -101,6 +101,7 @@ def test_a_state_that_is_handed_back_as_it_came_is_not_looked_at(mesh_of, monkey
         state, _ = opt.step(state, X)
 
 
+@pytest.mark.slow  # the other tests of this file
 def test_a_state_that_is_dropped_is_not_kept_alive(mesh_of):
     opt = so.ddp(optax.adam(0.1), mesh_of(data=4), from_reference, frozen=["ref"])
     state = stepped(opt, PARAMS)

@@ -121,6 +121,7 @@ def dropped(params, batch, rng=None):
     return jnp.mean(jnp.where(keep, batch + params["w"], 0))
 
 
+@pytest.mark.slow  # contract/test_features.py
 def test_a_key_is_that_of_the_step(mesh_of):
     """Dropout hides a NaN in some steps: the finding agrees with the loss of the step."""
     opt = so.ddp(optax.sgd(0.0), mesh_of(data=2), dropped, micro_batches=2)

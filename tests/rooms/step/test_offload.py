@@ -20,6 +20,7 @@ def kinds(tree):
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.ndim}
 
 
+@pytest.mark.slow  # test_blocks_are_streamed_and_values_are_the_same
 @pytest.mark.parametrize(
     "strategy", [pytest.param("zero1", marks=pytest.mark.slow), pytest.param("fsdp", marks=pytest.mark.fast)]
 )

@@ -72,6 +72,7 @@ EXACT = [
 ]
 
 
+@pytest.mark.slow  # test_the_sum_sends_half
 @pytest.mark.parametrize(
     ("strategy", "sizes", "micro_batches"),
     tiered(EXACT, lambda row: False, fast=lambda row: row == EXACT[0], ids=str),

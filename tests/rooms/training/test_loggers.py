@@ -46,6 +46,7 @@ def test_json_lines_of_a_run(opt, new_state, batches, tmp_path):
     assert [line["step"] for line in lines(path)] == [10, 20, 25]
 
 
+@pytest.mark.slow  # the loggers without a run above
 def test_tensorboard_of_a_run(opt, new_state, batches, tmp_path):
     result = fit(opt, new_state(), batches, num_steps=25, log=tensorboard(tmp_path / "deep" / "tb"), progress=False)
     found = scalars(tmp_path / "deep" / "tb")
@@ -137,6 +138,7 @@ def test_logs_that_are_no_callables():
     assert as_loggers(print) == as_loggers([print]) == (print,)
 
 
+@pytest.mark.slow  # docs/test_import.py
 def test_importing_needs_neither_rich_nor_tensorboard():
     import subprocess
     import sys

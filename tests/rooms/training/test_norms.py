@@ -46,6 +46,7 @@ def test_norms_are_logged_at_their_steps_and_a_resumed_run_logs_each_once(opt, n
     assert not any(name.startswith(KINDS) for record in result.history for name in record)
 
 
+@pytest.mark.slow  # the other tests of this file
 def test_norms_that_are_due_in_a_verified_step_are_those_of_the_next(new_state, batches, tmp_path):
     path = tmp_path / "metrics.jsonl"
     options = {"log": so.training.jsonl(path), "progress": False, "metrics_every": 2, "verify_every": 4}

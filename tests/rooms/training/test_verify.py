@@ -193,6 +193,7 @@ def split_run(request):
     return mesh, run
 
 
+@pytest.mark.slow  # test_a_clean_run_is_the_run_without_verification
 @pytest.mark.parametrize("split_run", tiered(SPLIT, lambda axis: axis == "tensor"), indirect=True)
 def test_pipelines_and_tensor_axes_have_no_false_alarm(split_run, now):
     _, run = split_run

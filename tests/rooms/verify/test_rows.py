@@ -126,6 +126,7 @@ def test_a_prediction_is_compared_with_what_is_measured(measure):
     assert (held["predicted"], sent["predicted"]) == (held["measured"], pytest.approx(sent["measured"], rel=0.15))
 
 
+@pytest.mark.slow  # test_a_lost_sum_fails_the_row_of_its_strategy
 def test_a_wrong_prediction_fails(measure, monkeypatch):
     traffic = predictions.traffic
     monkeypatch.setattr(predictions, "traffic", lambda *args, **kwargs: traffic(*args, **kwargs)[:1])
