@@ -68,6 +68,7 @@ def test_training_checkpoints_and_planning_need_no_extra(without_extras):
     assert "stage 0" in without_extras.stdout
 
 
+@pytest.mark.slow  # test_distribution.py reads what is imported
 def test_the_error_names_the_extra(without_extras):
     needed = [
         ("plot", "matplotlib", "plot"),

@@ -53,6 +53,7 @@ def counted(audit):
     return collections.Counter((each.kind, each.axes, each.bytes, each.loops) for each in audit.collectives)
 
 
+@pytest.mark.slow  # test_each_device_holds_an_eighth
 def test_its_program_has_the_collectives_of_the_library(example, mesh):
     """The leaves are wide here: on CPU the library joins leaves that are 2 MiB together."""
     by_example, by_library = audits(example, mesh, example.Config(vocab=1024, dim=512, num_blocks=3))

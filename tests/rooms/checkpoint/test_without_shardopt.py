@@ -72,6 +72,7 @@ def assert_same(found, wanted):
         np.testing.assert_array_equal(found[path], array.astype(np.float32) if array.dtype == jnp.bfloat16 else array)
 
 
+@pytest.mark.slow  # test_read.py
 def test_orbax_alone_reads_every_array(saved):
     folder, wanted = saved
     by_path = "{'/'.join(key.key for key in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}"

@@ -38,6 +38,7 @@ def test_plan_prints_a_table_and_what_to_type(capsys):
     assert lines[-1].startswith("  opt = so.hybrid(tx, mesh, model, placement=")
 
 
+@pytest.mark.slow  # the texts of plans above
 def test_what_to_type_is_python(capsys):
     _, out, _ = run(capsys, "plan", "--model", "llama2-70b", "--chips", "32", "--batch-size", "32")
     for line in out.splitlines()[-2:]:

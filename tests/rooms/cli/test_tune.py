@@ -62,6 +62,7 @@ def tune(model, conversations, tmp_path, capsys):
     return run
 
 
+@pytest.mark.slow  # test_train.py runs the same loop, models/test_open_weights_files.py writes such folders
 def test_a_run_learns_and_leaves_a_folder_that_from_pretrained_reads(tune, model, tmp_path):
     code, out, err = tune("--steps", 8, "--mesh", "data=8", "--no-recompute-blocks")
     assert code == 0, err

@@ -182,6 +182,7 @@ def stacks_loss(params, batch):
     return jnp.mean((x @ params["heads"].reshape(WIDTH, WIDTH))[:, :8] * batch["y"])
 
 
+@pytest.mark.slow  # test_a_stack_whose_first_dim_is_split_has_one_owner_a_matrix
 @pytest.mark.parametrize(
     "sizes", [{"data": 8}, pytest.param({"data": 4, "tensor": 2}, marks=pytest.mark.slow)], ids=str
 )

@@ -115,6 +115,7 @@ def test_attention_on_a_tpu_is_what_splash_computes():
             assert found - plain == pytest.approx(shape.num_layers * (passes * forward + backward - spared), rel=1e-9)
 
 
+@pytest.mark.slow  # test_experts_are_counted_as_published
 def test_experts_are_traced():
     """A token costs its router and its K experts, whatever the number of these."""
     shapes = {"gate": (8, 16, 24), "up": (8, 16, 24), "down": (8, 24, 16)}

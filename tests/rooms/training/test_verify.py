@@ -201,6 +201,7 @@ def test_pipelines_and_tensor_axes_have_no_false_alarm(split_run, now):
     assert now["runs"] == 4
 
 
+@pytest.mark.slow  # test_a_wrong_device_is_named_and_its_step_neither_counts_nor_is_saved
 @pytest.mark.parametrize("split_run", tiered(SPLIT, lambda axis: axis == "tensor"), indirect=True)
 def test_devices_of_a_pipeline_or_a_tensor_axis_are_suspected_together(split_run, now):
     mesh, run = split_run

@@ -136,6 +136,7 @@ def test_blocks_within_shards_need_no_collective_and_bytes_follow_the_formula(st
 ROWS = [("fsdp", 4, 2, "nnx"), ("zero1", 8, 1, "nnx"), ("ddp", 2, 4, "gpt"), ("zero2", 4, 2, "gpt")]
 
 
+@pytest.mark.slow  # test_blocks_within_shards_need_no_collective_and_bytes_follow_the_formula
 @pytest.mark.parametrize(("strategy", "data", "tensor", "model"), tiered(ROWS, lambda row: row == ROWS[0]))
 def test_equals_one_device_with_the_same_codes(strategy, data, tensor, model, mesh_of, x64):
     case = problem(model, weighted=True, steps=4)
