@@ -327,7 +327,8 @@ def test_the_page_of_all_benchmarks_in_short():
         f"takes {mixtral['shardopt']['seconds'] / mixtral['maxtext']['seconds']:.2f} of MaxText's time on v5p",
         f"{ratio[0]}, {ratio[1]} and {ratio[2]} of MaxText's time",
         f"these are {scheduled[0]}, {scheduled[1]} and {scheduled[2]}, in {min(memory):.2f} to {max(memory):.2f} of its memory",
-        f"An older program takes {four_rows['ratio']:.2f} of MaxText's time",
+        f"a chip of v5p it takes {four_rows['ratio']:.2f} of MaxText's time ({four_rows['scheduled_ratio']:.2f} by the schedules)",
+        f"in {four_rows['memory_ratio']:.2f} of its memory. Few of",
     ]
     for words in told:
         assert words in " ".join(text.split()), words
