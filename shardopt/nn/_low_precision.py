@@ -25,6 +25,10 @@ from shardopt.trace._marks import ROW_MAXIMUM, marked
 
 Precision = Literal["int8", "fp8"]
 
+MOST_PARTS = 1
+"""The most parts of a weight, such as gate and up, for which the kernels run. XLA copies a gathered weight of two parts before
+they read it, which takes longer than they save (docs/notes/low_precision.md)."""
+
 
 def quantized_einsum(
     subscripts: str, x: Float[Array, "..."], weight: Float[Array, "..."] | LowRank, *, precision: Precision | None
@@ -67,8 +71,9 @@ def quantized_einsum(
 
     **Kernels**: on TPU, Pallas kernels compute all three products of "int8" in 8 bits. They need whole rows and weights on a
     device (neither tensor nor context axes, no `view="global"`), at least one dim of rows, x as "rows, positions, summed dims",
-    sizes in multiples of 128, and rows and columns that fit into VMEM. Otherwise, on GPU, and for "fp8", XLA multiplies y and dx in
-    8 bits. It multiplies the same rounded numbers of dw in the dtype of the gradients.
+    sizes in multiples of 128, rows and columns that fit into VMEM, and a result whose channels follow its tokens. Otherwise, on
+    GPU, and for "fp8", XLA multiplies y and dx in 8 bits. It multiplies the same rounded numbers of dw in the dtype of the
+    gradients. A step of Llama 3 8B is slower in int8 than in bfloat16, by the compiler's estimates on TPU v6e.
 
     **Equivalence**: scales are of a token, a row or a channel, and no row is shared but over context, where devices take the
     maximum of all. So strategies, mesh sizes and micro-batches equal one device with the same `precision`, up to summation order. If a
@@ -286,7 +291,7 @@ def _by_kernels(product: Product, x: Array, weight: Array) -> Array | None:
     sizes = dict(zip(product.x + product.weight, x.shape + weight.shape, strict=True))
     size = lambda letters: math.prod(sizes[letter] for letter in letters)  # noqa: E731
     C, B, T, K, N = map(size, (parts, product.tokens[:-1], product.tokens[-1], summed, rest))
-    if not takes(C, T, K, N):
+    if C > MOST_PARTS or not takes(C, T, K, N):
         return None
     ordered = jnp.transpose(weight, [product.weight.index(letter) for letter in parts + summed + rest])
     y = int8_product(x.reshape(B, T, K), ordered.reshape(C, K, N))

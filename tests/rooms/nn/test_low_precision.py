@@ -81,7 +81,7 @@ def kernels_of(monkeypatch):
 @pytest.mark.parametrize(
     ("subscripts", "shapes"),
     [
-        ("btd,dcf->cbtf", ((2, 256, 128), (128, 2, 128))),
+        ("btd,dcf->cbtf", ((2, 256, 128), (128, 2, 128))),  # no kernel runs for two parts unless the limit is raised
         pytest.param("btd,dhk->bthk", ((2, 128, 256), (256, 2, 64)), marks=pytest.mark.slow),
         pytest.param("bthk,hkd->btd", ((1, 256, 2, 64), (2, 64, 256)), marks=pytest.mark.slow),
     ],
@@ -101,6 +101,7 @@ def test_kernels_compute_the_same_numbers(subscripts, shapes, monkeypatch):
 
     expected = traced().lower().compile()(x, w, g)
     kernels_of(monkeypatch)
+    monkeypatch.setattr(_low_precision, "MOST_PARTS", 2)
     by_kernels = traced()
     jaxpr = str(by_kernels.jaxpr)
     for name in ("round_rows", "round_columns", *INT8_KERNELS):
@@ -125,6 +126,7 @@ def test_kernels_take_whole_rows_in_multiples_of_128(monkeypatch):
     assert not uses_kernels("btd,df->btf", (2, 128, 256), (256, 64))
     assert not uses_kernels("td,df->tf", (128, 256), (256, 384))
     assert not uses_kernels("btd,df->tbf", (2, 128, 256), (256, 384))
+    assert not uses_kernels("btd,dcf->cbtf", (2, 128, 256), (256, 2, 384))
 
 
 @pytest.mark.fast
