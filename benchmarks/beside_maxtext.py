@@ -407,7 +407,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
             words = f" {one['seconds'] * 1e3:.0f} ms, {peak(one) / 1e9:.1f} GB"
             axes.text(one["seconds"] / longest, y, words, va="center", fontsize=7, color=grey)
         ticks.append(place)
-        labels.append(name.replace(" ", "\n", 1))
+        is_old = any("choice" not in found[who] for who in present)
+        labels.append(name.replace(" ", "\n", 1) + "\nold comparison" * is_old)
     axes.barh([0], [0], color=light, label="waits for other chips")
     axes.set_yticks(ticks, labels, fontsize=8)
     axes.invert_yaxis()
