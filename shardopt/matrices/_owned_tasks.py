@@ -101,7 +101,7 @@ def owner_axes(config: StrategyConfig) -> tuple[str, ...]:
 def owner_numbers(config: StrategyConfig, axes: Sequence[str]) -> np.ndarray:
     """Return the numbers of owners, [devices along the other axes of owners, devices along `axes`]."""
     all_axes, sizes = owner_axes(config), config.mesh_shape
-    numbers = np.arange(math.prod(sizes[axis] for axis in all_axes)).reshape([sizes[axis] for axis in all_axes])
+    numbers = np.arange(_size(config, all_axes)).reshape([sizes[axis] for axis in all_axes])
     order = [*(axis for axis in all_axes if axis not in axes), *axes]
     return numbers.transpose([all_axes.index(axis) for axis in order]).reshape(-1, _size(config, axes))
 
@@ -135,15 +135,15 @@ def plan_stages(
     for task in tasks:
         task_leaves = leaves.get(task.group, [])
         task_plans = [layout.trained[i] for i in task_leaves]
-        is_moved = {plan.stacked and plan.owned is not None for plan in task_plans}
-        if len(is_moved) > 1 or (is_moved <= {False} and _size(config, all_axes) == 1):
+        num_at_owners = sum(plan.stacked and plan.owned is not None for plan in task_plans)
+        if 0 < num_at_owners < len(task_plans) or (num_at_owners == 0 and _size(config, all_axes) == 1):
             continue
         cut = cuts.cut(task, task_leaves)
-        if True in is_moved and cut is None:
+        if num_at_owners and cut is None:
             continue  # a task of several blocks is left to the partitioner
         block_axes = () if cut is None else tuple(spec_axes(task_plans[0].state_spec(sharded=True)[:1]))
         axes = tuple(axis for axis in all_axes if axis not in block_axes)
-        if True in is_moved or (cut is not None and (_size(config, axes) == 1 or _are_whole(task_plans))):
+        if num_at_owners or (cut is not None and (_size(config, axes) == 1 or _are_whole(task_plans))):
             local_task = _make_owned_task(config, task, task_plans, full_trace, specs, cut, block_axes, is_local=True)
             local_tasks.setdefault(task.stage, []).append(local_task)
             continue

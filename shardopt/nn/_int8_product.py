@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8
 
 from shardopt.mesh import device_kind_or_default
-from shardopt.nn._kernel_tiles import LANES, vmem
+from shardopt.nn._kernel_tiles import LANES, product, vmem
 
 LARGEST, STRIP = 127, 256
 _ROWS, _BYTES = 32, 22
@@ -92,8 +92,8 @@ def _round_rows(x_ref: Any, *refs: Any) -> None:
         parts = [x_ref[c, rows].astype(jnp.float32) for c in range(x_ref.shape[0])]
         if factor:
             parts = [part * factor[0][c] for c, part in enumerate(parts)]
-        tops = [jnp.max(jnp.abs(part), axis=1, keepdims=True) for part in parts]
-        scales = functools.reduce(jnp.maximum, tops) / LARGEST
+        maxima = [jnp.max(jnp.abs(part), axis=1, keepdims=True) for part in parts]
+        scales = functools.reduce(jnp.maximum, maxima) / LARGEST
         scale[rows] = scales
         for c, part in enumerate(parts):
             numbers[c, rows] = _divided(part, scales)
@@ -182,7 +182,7 @@ def forward(
 
 def _forward(x: Any, x_scale: Any, weight: Any, weight_scale: Any, out: Any) -> None:
     def multiply_strip(columns: Any) -> None:
-        sums = _product(x[...], weight[:, columns], 1, 0).astype(jnp.float32)
+        sums = product(x[...], weight[:, columns], 1, 0, jnp.int32).astype(jnp.float32)
         out[:, columns] = (sums * x_scale[...] * weight_scale[:, columns]).astype(out.dtype)
 
     _by_strips(weight.shape[1], math.gcd(weight.shape[1], STRIP), multiply_strip)
@@ -196,7 +196,7 @@ def gradient_of_tokens(
     from jax.experimental.pallas import tpu as pltpu
 
     (C, M, N), K = grad.shape, weight.shape[1]
-    tile = tile_of(M, K, N, most=512)
+    tile = tile_of(M, K, N, largest=512)
     return _call(
         _gradient_of_tokens,
         (M // tile.rows, K // tile.columns, C),
@@ -221,7 +221,7 @@ def _gradient_of_tokens(grad: Any, grad_scale: Any, weight: Any, out: Any, sums:
     part = pl.program_id(2)
 
     def multiply_strip(columns: Any) -> None:
-        _accumulate(sums.at[:, columns], _product(grad[...], weight[columns], 1, 1), part == 0)
+        _accumulate(sums.at[:, columns], product(grad[...], weight[columns], 1, 1, jnp.int32), part == 0)
 
     _by_strips(weight.shape[0], math.gcd(weight.shape[0], STRIP), multiply_strip)
 
@@ -262,7 +262,7 @@ def _gradient_of_weight(x: Any, grad: Any, grad_scale: Any, out: Any, row_sums: 
 
     row, piece = pl.program_id(3), pl.program_id(4)
     # not by strips: each would transpose x again
-    _accumulate(row_sums, _product(x[...], grad[...], 0, 0), piece == 0)
+    _accumulate(row_sums, product(x[...], grad[...], 0, 0, jnp.int32), piece == 0)
 
     @pl.when(piece == pl.num_programs(4) - 1)
     def _add_row() -> None:
@@ -286,28 +286,24 @@ def _accumulate(sums: Any, x: Array, first: Array) -> None:
         sums[...] += x
 
 
-def _product(a: Array, b: Array, dim_a: int, dim_b: int) -> Array:
-    return lax.dot_general(a, b, (((dim_a,), (dim_b,)), ((), ())), preferred_element_type=jnp.int32)
-
-
-def tile_of(rows: int, columns: int, summed: int, most: int = 1024) -> Tile:
-    """Return the largest tile of a result whose operands, with all summed numbers, fit into half of VMEM twice."""
-    for block in (size for size in (1024, 512, 256, LANES) if size <= most):
-        tile = Tile(math.gcd(rows, most), math.gcd(columns, block))
+def tile_of(rows: int, columns: int, summed: int, largest: int = 1024) -> Tile:
+    """Return the largest tile of a result that fits: two buffers of its operands, and its sums, take two thirds of VMEM."""
+    for block in (size for size in (1024, 512, 256, LANES) if size <= largest):
+        tile = Tile(math.gcd(rows, largest), math.gcd(columns, block))
         if 2 * summed * sum(tile) + 12 * tile.rows * tile.columns <= vmem() * 2 // 3:
             return tile
     return Tile(math.gcd(rows, LANES), math.gcd(columns, LANES))
 
 
-def largest_block(size: int, most: int, least: int, bytes_of_one: int) -> int:
-    """Return the largest block of a dim between `least` and `most`, which are powers of 2, that fits into VMEM."""
-    block = math.gcd(size, most)
-    while block > least and block * bytes_of_one > vmem():
+def largest_block(size: int, largest: int, smallest: int, bytes_per_index: int) -> int:
+    """Return the largest block of a dim between `smallest` and `largest`, which are powers of 2, that fits into VMEM."""
+    block = math.gcd(size, largest)
+    while block > smallest and block * bytes_per_index > vmem():
         block //= 2
     return block
 
 
-def fits(parts: int, length: int, summed: int, channels: int) -> bool:
+def takes(parts: int, length: int, summed: int, channels: int) -> bool:
     """Return whether the kernels take a product: sizes are multiples of 128, and whole rows and columns fit into VMEM."""
     row, column = parts * max(summed, channels), max(length, summed)
     is_whole = not (length % LANES or summed % LANES or channels % LANES)

@@ -1,10 +1,11 @@
-"""Shared parts of the two kernels of splash attention: products and masks of a tile, and the memory that they may use."""
+"""Shared parts of Pallas kernels: products and masks of a tile, and the memory that they may use."""
 
 import functools
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from shardopt.mesh import device_kind_or_default
@@ -14,9 +15,9 @@ LANES = 128
 """The kernels need tiles of a multiple of so many positions, and pad heads to a multiple of it."""
 
 
-def product(a: Array, b: Array, dim_a: int, dim_b: int) -> Array:
-    """Return the product of two matrices over a dim of each, in float32."""
-    return lax.dot_general(a, b, (((dim_a,), (dim_b,)), ((), ())), preferred_element_type=jnp.float32)
+def product(a: Array, b: Array, dim_a: int, dim_b: int, dtype: DTypeLike = jnp.float32) -> Array:
+    """Return the product of two matrices over a dim of each, summed in a dtype."""
+    return lax.dot_general(a, b, (((dim_a,), (dim_b,)), ((), ())), preferred_element_type=dtype)
 
 
 def hide(scores: Array, query_lead: Any, dim: int, same_segment: Array | None, rule: Rule) -> Array:

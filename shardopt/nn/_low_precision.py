@@ -17,8 +17,7 @@ from jaxtyping import Array, Float
 from shardopt.core._errors import format_error
 from shardopt.core._types import wide_dtype
 from shardopt.mesh import device_kind_or_default, is_analysed, mesh_under_trace
-from shardopt.nn._int8_product import fits as takes
-from shardopt.nn._int8_product import int8_product, inverse
+from shardopt.nn._int8_product import int8_product, inverse, takes
 from shardopt.nn._low_rank import LowRank
 from shardopt.nn._order import manual_context_axes
 from shardopt.trace._marks import ROW_MAXIMUM, marked
@@ -139,7 +138,7 @@ class Rounded(NamedTuple):
 
     Attributes:
       numbers: an array in 8 bits.
-      scale: what they are multiplied by, with the dims of `letters`.
+      scale: the factors of the numbers, with the dims of `letters`.
       letters: the subscripts of the dims whose indices have scales of their own.
     """
 
@@ -179,8 +178,8 @@ class Product(NamedTuple):
         return len(self.tokens) > 1
 
 
-def _without(letters: str, others: str) -> str:
-    return "".join(letter for letter in letters if letter not in others)
+def _without(letters: str, removed: str) -> str:
+    return "".join(letter for letter in letters if letter not in removed)
 
 
 def _dtypes(precision: Precision) -> tuple[DTypeLike, DTypeLike]:
@@ -188,11 +187,9 @@ def _dtypes(precision: Precision) -> tuple[DTypeLike, DTypeLike]:
     return (jnp.int8, jnp.int8) if precision == "int8" else (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
-def _product_by_xla(product: Product, x: Array, weight: Array) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _by_xla(product: Product, x: Array, weight: Array) -> Array:
     return _forward(product, x, weight)[0]
-
-
-_by_xla = jax.custom_vjp(_product_by_xla, nondiff_argnums=(0,))
 
 
 def _forward(product: Product, x: Array, weight: Array) -> tuple[Array, tuple[Array, ...]]:
@@ -279,21 +276,21 @@ def _by_kernels(product: Product, x: Array, weight: Array) -> Array | None:
 
     They take int8 on a TPU where each device multiplies its own whole rows and weights, in multiples of 128.
     """
-    mesh, (parts, rest) = mesh_under_trace(), _parts(product)
+    mesh, (parts, last_channels) = mesh_under_trace(), _parts(product)
     axis_types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     is_local = all(kind == AxisType.Manual or mesh.shape[axis] == 1 for axis, kind in axis_types)
     summed = _without(product.x, product.tokens)
-    fits = parts + product.tokens + rest == product.out and product.tokens + summed == product.x
+    fits = parts + product.tokens + last_channels == product.out and product.tokens + summed == product.x
     if product.precision != "int8" or not device_kind_or_default().startswith("TPU") or is_analysed():
         return None
     if not (is_local and fits and product.rounds_weight_gradient) or manual_context_axes():
         return None
     sizes = dict(zip(product.x + product.weight, x.shape + weight.shape, strict=True))
     size = lambda letters: math.prod(sizes[letter] for letter in letters)  # noqa: E731
-    C, B, T, K, N = map(size, (parts, product.tokens[:-1], product.tokens[-1], summed, rest))
+    C, B, T, K, N = map(size, (parts, product.tokens[:-1], product.tokens[-1], summed, last_channels))
     if C > MOST_PARTS or not takes(C, T, K, N):
         return None
-    ordered = jnp.transpose(weight, [product.weight.index(letter) for letter in parts + summed + rest])
+    ordered = jnp.transpose(weight, [product.weight.index(letter) for letter in parts + summed + last_channels])
     y = int8_product(x.reshape(B, T, K), ordered.reshape(C, K, N))
     return y.reshape([sizes[letter] for letter in product.out])
 

@@ -209,7 +209,7 @@ def _take_along_axis(site: Site, relations: Sequence[Relation]) -> Relation:
 
 
 def _row_maximum(site: Site, relations: Sequence[Relation]) -> Relation:
-    """Return the relation of the largest absolute numbers over positions, of which devices along context take the maximum."""
+    """Return the relation of the largest absolute numbers over positions. Devices along context take their maximum."""
     if unknown := first_unknown(relations):
         return unknown
     (operand,) = resolve_numbers(site, relations)
