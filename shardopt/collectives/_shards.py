@@ -1,8 +1,9 @@
 """All-gather of sharded leaves and reduce-scatter of their gradients; each is the transpose of the other."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,12 @@ from shardopt.collectives._buckets import (
 )
 from shardopt.collectives._per_device import shard_by_shard
 from shardopt.core._checksum import checksum_of, to_limbs
+from shardopt.core._rounded_weight import Form, RoundedWeight, joined
 from shardopt.core._types import replaced
 from shardopt.mesh import device_kind, device_kind_or_default
+
+
+JOINED_BYTES = 2**25
 
 
 class LeafWire(NamedTuple):
@@ -32,6 +37,7 @@ class LeafWire(NamedTuple):
       gather_dtype: the dtype that the leaf is cast to before it is all-gathered, or None to keep its own.
       scatter_dtype: the dtype that its gradient is cast to before it is reduce-scattered, or None to keep its own.
       trained: whether the leaf has a gradient. A bucket would send the zeros of a frozen leaf.
+      form: how the leaf is rounded to int8 before it is all-gathered, as a matrix; None does not round it.
     """
 
     dim: int | None
@@ -40,11 +46,16 @@ class LeafWire(NamedTuple):
     gather_dtype: DTypeLike | None = None
     scatter_dtype: DTypeLike | None = None
     trained: bool = True
+    form: Form | None = None
 
     def stacked(self, num_dims: int) -> "LeafWire":
         """Return the wire of such leaves stacked along new first dims."""
         dim = None if self.dim is None else self.dim + num_dims
         return self._replace(dim=dim, tensor=PartitionSpec(*[None] * num_dims, *self.tensor))
+
+    def as_matrix(self) -> "LeafWire":
+        """Return the wire of the rows of the rounded leaf's matrix."""
+        return self if self.form is None else self._replace(dim=0, form=None)
 
     def scattered(self, x: jax.Array) -> jax.Array:
         """Return a local gradient, cast to the dtype that is sent."""
@@ -63,7 +74,7 @@ def all_gather(
     bucket_bytes: int = SMALL_BUCKET_BYTES,
     cast_in_place: bool = False,
     probe: jax.Array | None = None,
-) -> list[jax.Array]:
+) -> list[Any]:
     """All-gather local shards along mesh axes; the backward pass reduce-scatters their gradients.
 
     Args:
@@ -76,8 +87,8 @@ def all_gather(
       probe: float32[8] without a meaning, whose gradient is the sum of the local gradients' bits, see `core._checksum`.
 
     Returns:
-      The gathered leaves. The gradient of a sharded leaf is summed over its axes; the gradient of a replicated leaf
-      stays local.
+      The gathered leaves; those with a form are `RoundedWeight`. The gradient of a sharded leaf is summed over its axes;
+      the gradient of a replicated leaf stays local.
     """
     stored_dtypes = [leaf.dtype for leaf in leaves]
     is_inexact = [jnp.issubdtype(dtype, jnp.inexact) for dtype in stored_dtypes]
@@ -91,18 +102,60 @@ def all_gather(
     def forward(xs, probe):
         del probe
         move = functools.partial(all_gather_buckets, gather=_all_gather, bucket_bytes=bucket_bytes)
-        return _apply_where_sharded(move, [cast(x, wire) for x, wire in zip(xs, wires, strict=True)], wires)
+        xs = [cast(x, wire) for x, wire in zip(xs, wires, strict=True)]
+        is_rounded = [wire.form is not None for wire in wires]
+        gathered = _apply_where_sharded(
+            move, xs, [wire._replace(dim=None) if r else wire for wire, r in zip(wires, is_rounded, strict=True)]
+        )
+        indices = [i for i, wire in enumerate(wires) if wire.form is not None]
+        rounded = _gather_rounded([xs[i] for i in indices], [wires[i] for i in indices])
+        return replaced(gathered, indices, rounded)
 
     # A derived backward pass would reduce the gradients in the dtype of the gather, so it is written out.
     def backward(_, cotangents):
-        local_grads = [cotangents[i].astype(stored_dtypes[i]) for i in differentiable]
-        sums = reduce_scatter(local_grads, [wires[i] for i in differentiable], bucket_bytes=bucket_bytes)
+        parts = [getattr(cotangents[i], "zeros", (cotangents[i],)) for i in differentiable]
+        counts = [len(leaf_parts) for leaf_parts in parts]
+        local_grads = [part.astype(stored_dtypes[i]) for i, leaf_parts in zip(differentiable, parts) for part in leaf_parts]
+        part_wires = [wires[i].as_matrix() for i, count in zip(differentiable, counts) for _ in range(count)]
+        part_sums = iter(reduce_scatter(local_grads, part_wires, bucket_bytes=bucket_bytes))
+        sums = [_weight_of(itertools.islice(part_sums, count), wires[i].form) for i, count in zip(differentiable, counts)]
         limbs = None if probe is None else to_limbs(checksum_of(local_grads))
         return replaced([None] * len(stored_dtypes), differentiable, sums), limbs  # None is a zero cotangent
 
     run = jax.custom_vjp(forward)
     run.defvjp(lambda xs, probe: (forward(xs, probe), None), backward)
     return run(list(leaves), probe)
+
+
+def _weight_of(parts, form):
+    parts = list(parts)
+    return parts[0] if form is None else form.weight(joined(parts))
+
+
+def _gather_rounded(xs: Sequence[jax.Array], wires: Sequence[LeafWire]) -> list[RoundedWeight]:
+    """Round the shards of weights, and all-gather numbers and scales; matrices with as many rows share a collective."""
+    rounded = []
+    for x, wire in zip(xs, wires, strict=True):
+        assert wire.form is not None
+        maximum = functools.partial(jax.lax.pmax, axis_name=wire.axes)
+        dtype = wire.form.rounding.dtype
+        x = x if dtype is None else x.astype(dtype)
+        rounded.append(wire.form.round_rows(wire.form.matrix(x), maximum))
+    groups = {}
+    for i, ((numbers, _), wire) in enumerate(zip(rounded, wires, strict=True)):
+        is_small = numbers.size * jax.lax.axis_size(wire.axes) < JOINED_BYTES
+        groups.setdefault((len(numbers) if is_small else -i, wire.axes), []).append(i)
+    gathered = {}
+    for (_, axes), members in groups.items():
+        numbers = _all_gather(joined([rounded[i][0] for i in members]), axes, 0)
+        ends = list(itertools.accumulate(rounded[i][0].shape[1] for i in members))
+        gathered |= zip(members, jnp.split(numbers, ends[:-1], axis=1), strict=True)
+    results = []
+    for i, (x, wire) in enumerate(zip(xs, wires, strict=True)):
+        scale = rounded[i][1]
+        scale = _all_gather(scale, wire.axes, 0) if wire.form.by_channel else scale
+        results.append(RoundedWeight.of(gathered[i], scale, wire.form.rounding.dtype or x.dtype, wire.form))
+    return results
 
 
 def reduce_scatter(

@@ -2,12 +2,14 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 
 from shardopt.core._block_remat import Remat, checkpointed
+from shardopt.core._rounded_weight import Rounding
 from shardopt.core._types import Loss, PyTree
 
 BLOCKS = "blocks"
@@ -63,6 +65,7 @@ class BlockModel(NamedTuple):
     loss: Callable[..., Loss]
     remat: Remat = None
     tables: tuple[str, ...] = ()
+    rounded: Mapping[str, Rounding] = MappingProxyType({})
 
     def loss_fn(self, params: PyTree, batch: PyTree, rng: jax.Array | None = None) -> Loss:
         """Return the loss of a batch, in the form that `loss` returns."""

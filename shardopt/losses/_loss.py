@@ -3,6 +3,7 @@
 In the per-device view these are the rows of one micro-batch on one device; in the global view, the rows of all devices.
 """
 
+import math
 from collections.abc import Callable, Collection
 
 import jax
@@ -12,9 +13,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 
 from shardopt.collectives import SMALL_BUCKET_BYTES, all_gather
+from shardopt.collectives._shards import LeafWire
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.core._block_model import BLOCKS, as_block_model, call, plain_block, run_blocks, takes_rng
+from shardopt.core._rounded_weight import Form, Rounding
 from shardopt.core._types import PyTree, replaced
 from shardopt.losses._batch_dims import num_rows
 from shardopt.losses._constraints import gather_leaves, shard_activations
@@ -121,15 +124,30 @@ def all_gather_leaves(
     wires = [
         wire._replace(dim=None) if plan.path in tables else wire for wire, plan in zip(wires, leaf_plans, strict=True)
     ]
+    model = as_block_model(config.loss.loss_fn)
+    if of_block and model is not None:
+        wires = [rounded_wire(wire, plan, model.rounded.get(plan.path.removeprefix(f"{BLOCKS}/"))) for wire, plan in zip(wires, leaf_plans, strict=True)]
     # Benchmarks of dense models (benchmarks/pod_compiles.py) were measured without it: only models with experts get it.
     cast_in_place = of_block and bool(config.layout.expert_leaves)
     gathered = all_gather(leaves, wires, cast_in_place=cast_in_place, bucket_bytes=bucket_bytes, probe=probe)
     return treedef.unflatten(
         [
-            _column_table(leaf, plan, wire.scatter_dtype) if plan.path in tables else checkpoint_name(leaf, GATHERED)
+            _column_table(leaf, plan, wire.scatter_dtype) if plan.path in tables else jax.tree.map(lambda x: checkpoint_name(x, GATHERED), leaf)
             for leaf, plan, wire in zip(gathered, leaf_plans, wires, strict=True)
         ]
     )
+
+
+def rounded_wire(wire: LeafWire, plan: LeafPlan, rounding: Rounding | None) -> LeafWire:
+    """Return the wire of a leaf of a block that is rounded before it is gathered, if it is sharded by rows or by channels."""
+    shape = tuple(plan.shape)
+    if rounding is None or wire.dim is None or any(wire.tensor):
+        return wire
+    has_rows_of_channels = math.prod(shape[rounding.summed : -1]) == rounding.parts
+    by_channel = wire.dim == len(shape) - 1 and has_rows_of_channels
+    if wire.dim != 0 and not by_channel:
+        return wire
+    return wire._replace(form=Form(shape, rounding, by_channel))
 
 
 def _scatter_first(gather: Callable[[PyTree], PyTree], outer: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:

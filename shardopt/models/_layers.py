@@ -6,6 +6,7 @@ Suffixes: B sequences, T positions, S cached positions, D width, H heads, K widt
 from typing import TypeVar
 
 import jax
+from shardopt.core._rounded_weight import RoundedWeight
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
@@ -26,7 +27,7 @@ def cast(tree: Tree, dtype: DTypeLike | None) -> Tree:
     def cast_leaf(leaf: Array) -> Array:
         return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
-    return tree if dtype is None else jax.tree.map(cast_leaf, tree)
+    return tree if dtype is None else jax.tree.map(cast_leaf, tree, is_leaf=lambda x: isinstance(x, RoundedWeight))
 
 
 @jax.checkpoint

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from shardopt.core._block_model import BlockModel
+from shardopt.core._rounded_weight import Rounding
 from shardopt.core._block_remat import Remat
 from shardopt.models import decoder
 from shardopt.models._decoder_block import Stream, apply_block
@@ -84,7 +85,10 @@ def model(
         mlp = {"norm": weights["norms"][1]} | {name: weights[name] for name in ("up", "down")}
         return apply_block(config, {"attention": attention, "mlp": mlp}, stream)
 
-    return decoder.block_model(config, remat, "transformer")._replace(block=block)
+    return decoder.block_model(config, remat, "transformer")._replace(
+        block=block,
+        rounded={} if precision is None else {name: Rounding(shape.dtype, 2 if name == "out" else 1, 1 + shape.gated if name == "up" else 1) for name in ("q", "kv", "out", "up", "down")},
+    )
 
 
 def init(shape: Transformer, rng: jax.Array) -> Params:

@@ -4,11 +4,13 @@ XLA reads an array twice to round it, for its maxima and for its numbers, and wr
 or columns is rounded while it is in VMEM, and sums are scaled before they leave it. No operand is transposed in HBM. On other
 devices the kernels run interpreted, for tests.
 
-Suffixes: C parts of the weight, B rows, T positions, M = B T tokens, K summed dims of the forward product, N channels of a part.
+Activations are "B H T W": the T positions of a row, and H heads of W components, as attention has them in memory. Without
+heads H is 1. A weight is a matrix of its K summed dims and C parts of N channels, see `core._rounded_weight.Form`.
 """
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,44 +19,77 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8
 
+from shardopt.core._rounded_weight import LARGEST, inverse
 from shardopt.mesh import device_kind_or_default
 from shardopt.nn._kernel_tiles import LANES, product, vmem
 
-LARGEST, STRIP = 127, 256
+STRIP = 256
 _ROWS, _BYTES = 32, 22
 """Rows of a register of int8, and the bytes of VMEM for a number that is rounded: two buffers of it, and float32."""
 
 
-@jax.custom_vjp
-def int8_product(x: Float[Array, "B T K"], weight: Float[Array, "C K N"]) -> Float[Array, "C B T N"]:
-    """Return the product over K of rounded activations and a rounded weight; gradients are rounded, too.
+class Sizes(NamedTuple):
+    """What the arrays of a product do not tell.
+
+    Attributes:
+      parts: C.
+      heads: the heads of the result.
+      by_channel: whether the rows of the weight are channels, and else summed.
+    """
+
+    parts: int
+    heads: int
+    by_channel: bool
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def int8_product(
+    sizes: Sizes,
+    x: Float[Array, "B H T W"],
+    weights: tuple[Float[Array, "R S/C"], ...],
+    numbers: Int8[Array, "R S"],
+    scale: Float[Array, "1 CN"],
+) -> tuple[Float[Array, "B H T W"], ...]:
+    """Return the product over K of rounded activations and each part of a rounded weight; gradients are rounded, too.
 
     A token has a scale, and so has a channel of the weight. The scales of a gradient are of a token for the gradient of x, and
-    of a row and a channel for the gradient of the weight. T, K and N are multiples of 128.
+    of a row and a channel for the gradient of the weight. T, K, N and W are multiples of 128.
+
+    Args:
+      sizes: parts, heads of the result, and the form of the weight.
+      x: activations.
+      weights: the parts of the weight, which are not read. They have its gradient.
+      numbers: the rounded weight.
+      scale: the factors of its channels.
     """
-    return _with_residuals(x, weight)[0]
+    return _with_residuals(sizes, x, weights, numbers, scale)[0]
 
 
-def _with_residuals(x: Array, weight: Array) -> tuple[Array, tuple[Array, ...]]:
-    (B, T, K), (C, _, N) = x.shape, weight.shape
-    (qx,), x_scale = round_rows(x.reshape(1, B * T, K))
-    qw, weight_scale = (array[:, 0] for array in round_columns(weight[:, None]))
-    y = forward(qx, x_scale, qw, weight_scale, dtype=jnp.result_type(x.dtype, weight.dtype))
-    residuals = jnp.zeros(0, x.dtype), jnp.zeros(0, weight.dtype), qx, x_scale, qw, weight_scale
-    return y.reshape(C, B, T, N), residuals
+def _with_residuals(sizes: Sizes, x: Array, weights: tuple[Array, ...], numbers: Array, scale: Array) -> Any:
+    qx, x_scale = round_rows([x])
+    dtype = jnp.result_type(x.dtype, weights[0].dtype)
+    y = tuple(forward(qx, x_scale, numbers, scale, sizes, part, dtype=dtype) for part in range(sizes.parts))
+    like_x, like_weight = jnp.zeros((0, x.shape[1]), x.dtype), jnp.zeros(0, weights[0].dtype)
+    return y, (like_x, like_weight, qx, x_scale, numbers, scale)
 
 
-def _gradients(residuals: tuple[Array, ...], grad: Array) -> tuple[Array, Array]:
-    like_x, like_weight, qx, x_scale, qw, weight_scale = residuals
-    (C, B, T, N), K = grad.shape, qx.shape[1]
-    by_token, token_scale = round_rows(grad.reshape(C, B * T, N), weight_scale)
-    dx = gradient_of_tokens(by_token, token_scale, qw, dtype=like_x.dtype)
-    by_channel, channel_scale = round_columns(grad, x_scale.reshape(B, T, 1))
-    dw = gradient_of_weight(qx.reshape(B, T, K), by_channel, channel_scale, dtype=like_weight.dtype)
-    return dx.reshape(B, T, K), dw
+def _gradients(sizes: Sizes, residuals: tuple[Array, ...], grads: tuple[Array, ...]) -> Any:
+    like_x, like_weight, qx, x_scale, numbers, scale = residuals
+    by_token, token_scale = round_rows(grads, scale)
+    heads = like_x.shape[1]
+    dx = gradient_of_tokens(by_token, token_scale, numbers, sizes, heads, dtype=like_x.dtype)
+    by_channel = [round_columns(grad, x_scale) for grad in grads]
+    dw = tuple(gradient_of_weight(qx, *rounded, sizes, dtype=like_weight.dtype) for rounded in by_channel)
+    return dx, dw, None, None
 
 
 int8_product.defvjp(_with_residuals, _gradients)
+
+
+def rounded_matrix(weight: Float[Array, "K S"]) -> tuple[Int8[Array, "K S"], Float[Array, "1 S"]]:
+    """Return a weight rounded, and the factors of its channels."""
+    numbers, scale = round_columns(weight[None, None])
+    return numbers[0], scale[0]
 
 
 class Tile(NamedTuple):
@@ -65,58 +100,62 @@ class Tile(NamedTuple):
 
 
 def round_rows(
-    x: Float[Array, "C M K"], factor: Float[Array, "C 1 K"] | None = None
-) -> tuple[Int8[Array, "C M K"], Float[Array, "M 1"]]:
-    """Return x times a factor of each column, rounded, and a scale for each row over C and K."""
+    parts: Sequence[Float[Array, "B H T W"]], factor: Float[Array, "1 S"] | None = None
+) -> tuple[Int8[Array, "B T S"], Float[Array, "B T 1"]]:
+    """Return parts side by side, times a factor of each column, rounded, and a scale for each token over all of them."""
     from jax.experimental import pallas as pl  # imported late, since the import takes long
 
-    C, M, K = x.shape
-    block = largest_block(M, 512, _ROWS, _BYTES * C * K)
-    spec = pl.BlockSpec((C, block, K), lambda i: (0, i, 0))
-    in_specs = [spec] + [pl.BlockSpec((C, 1, K), lambda i: (0, 0, 0))] * (factor is not None)
+    B, H, T, W = parts[0].shape
+    S = len(parts) * H * W
+    block = largest_block(T, 512, _ROWS, _BYTES * S)
+    in_specs = [pl.BlockSpec((None, H, block, W), lambda b, i: (b, 0, i, 0)) for _ in parts]
+    in_specs += [pl.BlockSpec((1, S), lambda b, i: (0, 0))] * (factor is not None)
     return _call(
-        _round_rows,
-        (M // block,),
-        [x] if factor is None else [x, factor],
+        functools.partial(_round_rows, len(parts)),
+        (B, T // block),
+        [*parts, *([] if factor is None else [factor])],
         in_specs,
-        [spec, pl.BlockSpec((block, 1), lambda i: (i, 0))],
-        [jax.ShapeDtypeStruct(x.shape, jnp.int8), jax.ShapeDtypeStruct((M, 1), jnp.float32)],
+        [pl.BlockSpec((None, block, width), lambda b, i: (b, i, 0)) for width in (S, 1)],
+        [jax.ShapeDtypeStruct((B, T, S), jnp.int8), jax.ShapeDtypeStruct((B, T, 1), jnp.float32)],
         name="round_rows",
     )
 
 
-def _round_rows(x_ref: Any, *refs: Any) -> None:
-    *factor, numbers, scale = refs
+def _round_rows(num_parts: int, *refs: Any) -> None:
+    *parts, numbers, scale = refs
+    parts, factor = parts[:num_parts], parts[num_parts:]
+    H, block, W = parts[0].shape
 
     def round_strip(rows: Any) -> None:
-        parts = [x_ref[c, rows].astype(jnp.float32) for c in range(x_ref.shape[0])]
+        heads = [part[h, rows].astype(jnp.float32) for part in parts for h in range(H)]
         if factor:
-            parts = [part * factor[0][c] for c, part in enumerate(parts)]
-        maxima = [jnp.max(jnp.abs(part), axis=1, keepdims=True) for part in parts]
+            heads = [head * factor[0][:, i * W : (i + 1) * W] for i, head in enumerate(heads)]
+        maxima = [jnp.max(jnp.abs(head), axis=1, keepdims=True) for head in heads]
         scales = functools.reduce(jnp.maximum, maxima) / LARGEST
         scale[rows] = scales
-        for c, part in enumerate(parts):
-            numbers[c, rows] = _divided(part, scales)
+        for i, head in enumerate(heads):
+            numbers[rows, i * W : (i + 1) * W] = _divided(head, scales)
 
-    _by_strips(x_ref.shape[1], _ROWS, round_strip)
+    _by_strips(block, _ROWS, round_strip)
 
 
 def round_columns(
-    x: Float[Array, "C B T N"], factor: Float[Array, "B T 1"] | None = None
-) -> tuple[Int8[Array, "C B T N"], Float[Array, "C B 1 N"]]:
-    """Return x times a factor of each position, rounded, and a scale for each row and channel over T."""
+    x: Float[Array, "B H T W"], factor: Float[Array, "B T 1"] | None = None
+) -> tuple[Int8[Array, "B T HW"], Float[Array, "B 1 HW"]]:
+    """Return heads side by side, times a factor of each position, rounded, and a scale for each row and column over T."""
     from jax.experimental import pallas as pl
 
-    C, B, T, N = x.shape
-    block = largest_block(N, 512, LANES, _BYTES * T)
-    spec = pl.BlockSpec((None, None, T, block), lambda c, b, j: (c, b, 0, j))
+    B, H, T, W = x.shape
+    block = largest_block(W, 512, LANES, _BYTES * T)
+    in_specs = [pl.BlockSpec((None, None, T, block), lambda b, h, j: (b, h, 0, j))]
+    in_specs += [pl.BlockSpec((None, T, 1), lambda b, h, j: (b, 0, 0))] * (factor is not None)
     return _call(
         _round_columns,
-        (C, B, N // block),
-        [x] if factor is None else [x, factor],
-        [spec] + [pl.BlockSpec((None, T, 1), lambda c, b, j: (b, 0, 0))] * (factor is not None),
-        [spec, pl.BlockSpec((None, None, 1, block), lambda c, b, j: (c, b, 0, j))],
-        [jax.ShapeDtypeStruct(x.shape, jnp.int8), jax.ShapeDtypeStruct((C, B, 1, N), jnp.float32)],
+        (B, H, W // block),
+        [x, *([] if factor is None else [factor])],
+        in_specs,
+        [pl.BlockSpec((None, rows, block), lambda b, h, j: (b, 0, h * (W // block) + j)) for rows in (T, 1)],
+        [jax.ShapeDtypeStruct((B, T, H * W), jnp.int8), jax.ShapeDtypeStruct((B, 1, H * W), jnp.float32)],
         name="round_columns",
     )
 
@@ -138,11 +177,6 @@ def _divided(x: Array, scale: Array) -> Array:
     return jnp.round(x * inverse(scale)).astype(jnp.int8)
 
 
-def inverse(scale: Array) -> Array:
-    """Return 1 / scale, or 0 for a scale of 0: one division for many numbers."""
-    return jnp.where(scale == 0, 0, 1 / scale)
-
-
 def _by_strips(size: int, strip: int, run: Any) -> None:
     """Run a function on each strip of a block: a loop has less code, which compiles faster."""
     from jax.experimental import pallas as pl
@@ -150,127 +184,210 @@ def _by_strips(size: int, strip: int, run: Any) -> None:
     lax.fori_loop(0, size // strip, lambda i, _: run(pl.ds(pl.multiple_of(i * strip, strip), strip)), None)
 
 
+class _Result(NamedTuple):
+    """The result of a product, "B H T W": its array and its blocks.
+
+    Attributes:
+      shape: the array.
+      block: the shape of a block: rows are positions, and columns are components of a head or those of whole heads.
+      columns: the columns of a block.
+    """
+
+    shape: tuple[int, ...]
+    block: tuple[int | None, ...]
+    columns: int
+
+    @classmethod
+    def of(cls, batch: int, heads: int, length: int, columns: int, tile: Tile) -> "_Result":
+        width = columns // heads
+        if heads == 1:
+            return cls((batch, 1, length, width), (None, 1, *tile), tile.columns)
+        count = max(tile.columns // width, 1) if tile.columns % width == 0 else 1
+        return cls((batch, heads, length, width), (None, count, tile.rows, width), count * width)
+
+    def index(self, b: Any, i: Any, j: Any) -> tuple[Any, ...]:
+        return (b, j, i, 0) if self.shape[1] > 1 else (b, 0, i, j)
+
+
+def _write(out: Any, columns: Any, value: Array) -> None:
+    """Write columns of a block; they lie in one head, or are whole heads."""
+    width = out.shape[2]
+    start, size = columns.start, columns.size
+    if size <= width:
+        if out.shape[0] == 1:
+            out[0, :, columns] = value
+        else:
+            from jax.experimental import pallas as pl
+
+            first = pl.multiple_of(lax.rem(start, width), size)
+            out[lax.div(start, width), :, pl.ds(first, size)] = value
+        return
+    for i in range(size // width):
+        out[lax.div(start, width) + i] = value[:, i * width : (i + 1) * width]
+
+
 def forward(
-    x: Int8[Array, "M K"],
-    x_scale: Float[Array, "M 1"],
-    weight: Int8[Array, "C K N"],
-    weight_scale: Float[Array, "C 1 N"],
+    x: Int8[Array, "B T K"],
+    x_scale: Float[Array, "B T 1"],
+    weight: Int8[Array, "R S"],
+    weight_scale: Float[Array, "1 CN"],
+    sizes: Sizes,
+    part: int,
     *,
     dtype: DTypeLike,
-) -> Float[Array, "C M N"]:
-    """Return the product of activations and a weight over K, with their scales."""
+) -> Float[Array, "B H T W"]:
+    """Return the product of activations and a part of a weight over K, with their scales."""
     from jax.experimental import pallas as pl
 
-    (M, K), (C, _, N) = x.shape, weight.shape
-    tile = tile_of(M, N, K)
+    (B, T, K), N = x.shape, weight_scale.shape[1] // sizes.parts
+    tile = tile_of(T, N, K)
+    result = _Result.of(B, sizes.heads, T, N, tile)
+    columns, blocks = result.columns, N // result.columns
+    if sizes.by_channel:
+        weight_spec = pl.BlockSpec((columns, K), lambda b, i, j: (j, part))
+    else:
+        weight_spec = pl.BlockSpec((K, columns), lambda b, i, j: (0, part * blocks + j))
     return _call(
-        _forward,
-        (M // tile.rows, C, N // tile.columns),
+        functools.partial(_forward, int(sizes.by_channel)),
+        (B, T // tile.rows, blocks),
         [x, x_scale, weight, weight_scale],
         [
-            pl.BlockSpec((tile.rows, K), lambda i, c, j: (i, 0)),
-            pl.BlockSpec((tile.rows, 1), lambda i, c, j: (i, 0)),
-            pl.BlockSpec((None, K, tile.columns), lambda i, c, j: (c, 0, j)),
-            pl.BlockSpec((None, 1, tile.columns), lambda i, c, j: (c, 0, j)),
+            pl.BlockSpec((None, tile.rows, K), lambda b, i, j: (b, i, 0)),
+            pl.BlockSpec((None, tile.rows, 1), lambda b, i, j: (b, i, 0)),
+            weight_spec,
+            pl.BlockSpec((1, columns), lambda b, i, j: (0, part * blocks + j)),
         ],
-        [pl.BlockSpec((None, *tile), lambda i, c, j: (c, i, j))],
-        [jax.ShapeDtypeStruct((C, M, N), dtype)],
+        [pl.BlockSpec(result.block, result.index)],
+        [jax.ShapeDtypeStruct(result.shape, dtype)],
         name="int8_forward",
-        flops=2 * C * M * K * N,
+        flops=2 * B * T * K * N,
     )[0]
 
 
-def _forward(x: Any, x_scale: Any, weight: Any, weight_scale: Any, out: Any) -> None:
+def _forward(summed: int, x: Any, x_scale: Any, weight: Any, weight_scale: Any, out: Any) -> None:
     def multiply_strip(columns: Any) -> None:
-        sums = product(x[...], weight[:, columns], 1, 0, jnp.int32).astype(jnp.float32)
-        out[:, columns] = (sums * x_scale[...] * weight_scale[:, columns]).astype(out.dtype)
+        strip = weight[columns] if summed else weight[:, columns]
+        sums = product(x[...], strip, 1, summed, jnp.int32).astype(jnp.float32)
+        _write(out, columns, (sums * x_scale[...] * weight_scale[:, columns]).astype(out.dtype))
 
-    _by_strips(weight.shape[1], math.gcd(weight.shape[1], STRIP), multiply_strip)
+    size = weight_scale.shape[1]
+    _by_strips(size, math.gcd(size, STRIP), multiply_strip)
 
 
 def gradient_of_tokens(
-    grad: Int8[Array, "C M N"], grad_scale: Float[Array, "M 1"], weight: Int8[Array, "C K N"], *, dtype: DTypeLike
-) -> Float[Array, "M K"]:
+    grad: Int8[Array, "B T CN"],
+    grad_scale: Float[Array, "B T 1"],
+    weight: Int8[Array, "R S"],
+    sizes: Sizes,
+    heads: int,
+    *,
+    dtype: DTypeLike,
+) -> Float[Array, "B H T W"]:
     """Return the product of gradients and a weight over C and N; the gradients contain the scales of the weight."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    (C, M, N), K = grad.shape, weight.shape[1]
-    tile = tile_of(M, K, N, largest=512)
+    (B, T, S), C = grad.shape, sizes.parts
+    N, K = S // C, weight.size // S
+    tile = tile_of(T, K, N, largest=512)
+    result = _Result.of(B, heads, T, K, tile)
+    columns, blocks = result.columns, K // result.columns
+    if sizes.by_channel:
+        weight_spec = pl.BlockSpec((N, columns), lambda b, i, j, c: (0, c * blocks + j))
+    else:
+        weight_spec = pl.BlockSpec((columns, N), lambda b, i, j, c: (j, c))
     return _call(
-        _gradient_of_tokens,
-        (M // tile.rows, K // tile.columns, C),
+        functools.partial(_gradient_of_tokens, int(not sizes.by_channel)),
+        (B, T // tile.rows, blocks, C),
         [grad, grad_scale, weight],
         [
-            pl.BlockSpec((None, tile.rows, N), lambda i, j, c: (c, i, 0)),
-            pl.BlockSpec((tile.rows, 1), lambda i, j, c: (i, 0)),
-            pl.BlockSpec((None, tile.columns, N), lambda i, j, c: (c, j, 0)),
+            pl.BlockSpec((None, tile.rows, N), lambda b, i, j, c: (b, i, c)),
+            pl.BlockSpec((None, tile.rows, 1), lambda b, i, j, c: (b, i, 0)),
+            weight_spec,
         ],
-        [pl.BlockSpec(tuple(tile), lambda i, j, c: (i, j))],
-        [jax.ShapeDtypeStruct((M, K), dtype)],
+        [pl.BlockSpec(result.block, lambda b, i, j, c: result.index(b, i, j))],
+        [jax.ShapeDtypeStruct(result.shape, dtype)],
         name="int8_gradient_of_tokens",
-        flops=2 * C * M * K * N,
-        scratch_shapes=[pltpu.VMEM(tuple(tile), jnp.int32)],
+        flops=2 * B * T * S * K,
+        scratch_shapes=[pltpu.VMEM((tile.rows, columns), jnp.int32)],
         sequential=1,
     )[0]
 
 
-def _gradient_of_tokens(grad: Any, grad_scale: Any, weight: Any, out: Any, sums: Any) -> None:
+def _gradient_of_tokens(summed: int, grad: Any, grad_scale: Any, weight: Any, out: Any, sums: Any) -> None:
     from jax.experimental import pallas as pl
 
-    part = pl.program_id(2)
+    part, size = pl.program_id(3), sums.shape[1]
+    strip = math.gcd(size, STRIP)
 
     def multiply_strip(columns: Any) -> None:
-        _accumulate(sums.at[:, columns], product(grad[...], weight[columns], 1, 1, jnp.int32), part == 0)
+        factor = weight[columns] if summed else weight[:, columns]
+        _accumulate(sums.at[:, columns], product(grad[...], factor, 1, summed, jnp.int32), part == 0)
 
-    _by_strips(weight.shape[0], math.gcd(weight.shape[0], STRIP), multiply_strip)
+    _by_strips(size, strip, multiply_strip)
 
-    @pl.when(part == pl.num_programs(2) - 1)
-    def _write() -> None:
-        out[...] = (sums[...].astype(jnp.float32) * grad_scale[...]).astype(out.dtype)
+    @pl.when(part == pl.num_programs(3) - 1)
+    def _write_block() -> None:
+        def write_strip(columns: Any) -> None:
+            _write(out, columns, (sums[:, columns].astype(jnp.float32) * grad_scale[...]).astype(out.dtype))
+
+        _by_strips(size, strip, write_strip)
 
 
 def gradient_of_weight(
-    x: Int8[Array, "B T K"], grad: Int8[Array, "C B T N"], grad_scale: Float[Array, "C B 1 N"], *, dtype: DTypeLike
-) -> Float[Array, "C K N"]:
-    """Return the product over tokens; a row is summed in int32, rows in float32. The gradients contain the scales of x."""
+    x: Int8[Array, "B T K"],
+    grad: Int8[Array, "B T N"],
+    grad_scale: Float[Array, "B 1 N"],
+    sizes: Sizes,
+    *,
+    dtype: DTypeLike,
+) -> Float[Array, "R S/C"]:
+    """Return the product over tokens as a part of the weight; a row is summed in int32, rows in float32.
+
+    The gradients contain the scales of x.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    (B, T, K), (C, _, _, N) = x.shape, grad.shape
-    tile, piece = Tile(math.gcd(K, 512), math.gcd(N, 2048)), math.gcd(T, 4096)
+    (B, T, K), N = x.shape, grad.shape[2]
+    by_channel, piece = sizes.by_channel, math.gcd(T, 4096)
+    rows, columns = (N, K) if by_channel else (K, N)
+    tile = Tile(math.gcd(rows, 512), math.gcd(columns, 2048))
+    row_spec = pl.BlockSpec((None, piece, tile.rows), lambda i, j, b, t: (b, t, i))
+    column_spec = pl.BlockSpec((None, piece, tile.columns), lambda i, j, b, t: (b, t, j))
+    if by_channel:
+        factors, scale = [grad, x], jnp.swapaxes(grad_scale, 1, 2)
+        scale_spec = pl.BlockSpec((None, tile.rows, 1), lambda i, j, b, t: (b, i, 0))
+    else:
+        factors, scale = [x, grad], grad_scale
+        scale_spec = pl.BlockSpec((None, 1, tile.columns), lambda i, j, b, t: (b, 0, j))
     return _call(
         _gradient_of_weight,
-        (C, K // tile.rows, N // tile.columns, B, T // piece),
-        [x, grad, grad_scale],
-        [
-            pl.BlockSpec((None, piece, tile.rows), lambda c, i, j, b, t: (b, t, i)),
-            pl.BlockSpec((None, None, piece, tile.columns), lambda c, i, j, b, t: (c, b, t, j)),
-            pl.BlockSpec((None, None, 1, tile.columns), lambda c, i, j, b, t: (c, b, 0, j)),
-        ],
-        [pl.BlockSpec((None, *tile), lambda c, i, j, b, t: (c, i, j))],
-        [jax.ShapeDtypeStruct((C, K, N), dtype)],
+        (rows // tile.rows, columns // tile.columns, B, T // piece),
+        [*factors, scale],
+        [row_spec, column_spec, scale_spec],
+        [pl.BlockSpec(tuple(tile), lambda i, j, b, t: (i, j))],
+        [jax.ShapeDtypeStruct((rows, columns), dtype)],
         name="int8_gradient_of_weight",
-        flops=2 * C * B * T * K * N,
+        flops=2 * B * T * K * N,
         scratch_shapes=[pltpu.VMEM(tuple(tile), jnp.int32), pltpu.VMEM(tuple(tile), jnp.float32)],
         sequential=2,
     )[0]
 
 
-def _gradient_of_weight(x: Any, grad: Any, grad_scale: Any, out: Any, row_sums: Any, sums: Any) -> None:
+def _gradient_of_weight(row_factor: Any, column_factor: Any, scale: Any, out: Any, row_sums: Any, sums: Any) -> None:
     from jax.experimental import pallas as pl
 
-    row, piece = pl.program_id(3), pl.program_id(4)
-    # not by strips: each would transpose x again
-    _accumulate(row_sums, product(x[...], grad[...], 0, 0, jnp.int32), piece == 0)
+    row, piece = pl.program_id(2), pl.program_id(3)
+    # not by strips: each would transpose the first factor again
+    _accumulate(row_sums, product(row_factor[...], column_factor[...], 0, 0, jnp.int32), piece == 0)
 
-    @pl.when(piece == pl.num_programs(4) - 1)
+    @pl.when(piece == pl.num_programs(3) - 1)
     def _add_row() -> None:
-        scaled = row_sums[...].astype(jnp.float32) * grad_scale[...]
-        _accumulate(sums, scaled, row == 0)
+        _accumulate(sums, row_sums[...].astype(jnp.float32) * scale[...], row == 0)
 
-        @pl.when(row == pl.num_programs(3) - 1)
-        def _write() -> None:
+        @pl.when(row == pl.num_programs(2) - 1)
+        def _write_sums() -> None:
             out[...] = sums[...].astype(out.dtype)
 
 

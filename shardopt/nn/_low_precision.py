@@ -15,18 +15,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from shardopt.core._errors import format_error
+from shardopt.core._rounded_weight import RoundedWeight, inverse
 from shardopt.core._types import wide_dtype
 from shardopt.mesh import device_kind_or_default, is_analysed, mesh_under_trace
-from shardopt.nn._int8_product import int8_product, inverse, takes
+from shardopt.nn._int8_product import Sizes, int8_product, rounded_matrix, takes
+from shardopt.nn._kernel_tiles import LANES
 from shardopt.nn._low_rank import LowRank
 from shardopt.nn._order import manual_context_axes
 from shardopt.trace._marks import ROW_MAXIMUM, marked
 
 Precision = Literal["int8", "fp8"]
-
-MOST_PARTS = 1
-"""The most parts of a weight, such as gate and up, for which the kernels run. XLA copies a gathered weight of two parts before
-they read it, which takes longer than they save (docs/notes/low_precision.md)."""
 
 
 def quantized_einsum(
@@ -98,7 +96,9 @@ def quantized_einsum(
     check_precision("quantized_einsum", precision)
     product = Product(*parse_subscripts(subscripts), precision)
     y = _by_kernels(product, x, weight)
-    return _by_xla(product, x, weight) if y is None else y
+    if y is not None:
+        return y
+    return _by_xla_rounded(product, x, weight) if isinstance(weight, RoundedWeight) else _by_xla(product, x, weight)
 
 
 def check_precision(caller: str, precision: str | None) -> None:
@@ -193,14 +193,20 @@ def _by_xla(product: Product, x: Array, weight: Array) -> Array:
 
 
 def _forward(product: Product, x: Array, weight: Array) -> tuple[Array, tuple[Array, ...]]:
-    dtype, _ = _dtypes(product.precision)
-    rounded_x = _round(x, product.x, product.tokens, dtype)
-    rounded_weight = _round(weight, product.weight, product.channels, dtype)
-    y = _multiply(rounded_x, product.x, rounded_weight, product.weight, product.out)
-    y = _scaled(_scaled(y, product.out, rounded_x), product.out, rounded_weight)
+    rounded = _round(weight, product.weight, product.channels, _dtypes(product.precision)[0])
+    return _multiply_rounded(product, x, weight.dtype, rounded)
+
+
+def _multiply_rounded(
+    product: Product, x: Array, dtype: DTypeLike, weight: Rounded
+) -> tuple[Array, tuple[Array, ...]]:
+    """Return the product with a rounded weight, and what the gradients need."""
+    rounded_x = _round(x, product.x, product.tokens, _dtypes(product.precision)[0])
+    y = _multiply(rounded_x, product.x, weight, product.weight, product.out)
+    y = _scaled(_scaled(y, product.out, rounded_x), product.out, weight)
     kept_x = jnp.zeros(0, x.dtype) if product.rounds_weight_gradient else x
-    residuals = kept_x, jnp.zeros(0, weight.dtype), *rounded_x[:2], *rounded_weight[:2]
-    return y.astype(jnp.result_type(x.dtype, weight.dtype)), residuals
+    residuals = kept_x, jnp.zeros(0, dtype), *rounded_x[:2], *weight[:2]
+    return y.astype(jnp.result_type(x.dtype, dtype)), residuals
 
 
 def _backward(product: Product, residuals: tuple[Array, ...], grad: Array) -> tuple[Array, Array]:
@@ -222,6 +228,21 @@ def _backward(product: Product, residuals: tuple[Array, ...], grad: Array) -> tu
 
 
 _by_xla.defvjp(_forward, _backward)
+
+
+def _by_xla_rounded(product: Product, x: Array, weight: RoundedWeight) -> Array:
+    """Return the product with a weight that is rounded already."""
+    numbers, scale, zeros = weight.unpacked()
+
+    @jax.custom_vjp
+    def multiply(x: Array, zeros: Array, numbers: Array, scale: Array) -> Array:
+        return forward(x, zeros, numbers, scale)[0]
+
+    def forward(x: Array, zeros: Array, numbers: Array, scale: Array) -> tuple[Array, tuple[Array, ...]]:
+        return _multiply_rounded(product, x, zeros.dtype, Rounded(numbers, scale, product.channels))
+
+    multiply.defvjp(forward, lambda residuals, grad: (*_backward(product, residuals, grad), None, None))
+    return multiply(x, zeros, numbers, scale)
 
 
 def _multiply(a: Rounded, a_letters: str, b: Rounded, b_letters: str, out: str) -> Array:
@@ -271,28 +292,45 @@ def _scaled(a: Array, letters: str, rounded: Rounded) -> Array:
     return a * jnp.expand_dims(scale, [i for i, letter in enumerate(letters) if letter not in rounded.letters])
 
 
-def _by_kernels(product: Product, x: Array, weight: Array) -> Array | None:
+def _by_kernels(product: Product, x: Array, weight: Array | RoundedWeight) -> Array | None:
     """Return the product by the kernels for TPU; None if they do not take it.
 
     They take int8 on a TPU where each device multiplies its own whole rows and weights, in multiples of 128.
     """
-    mesh, (parts, last_channels) = mesh_under_trace(), _parts(product)
+    mesh, (parts, channels) = mesh_under_trace(), _parts(product)
     axis_types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     is_local = all(kind == AxisType.Manual or mesh.shape[axis] == 1 for axis, kind in axis_types)
-    summed = _without(product.x, product.tokens)
-    fits = parts + product.tokens + last_channels == product.out and product.tokens + summed == product.x
+    rows, position, summed = product.tokens[:-1], product.tokens[-1], _without(product.x, product.tokens)
+    fits = parts + product.tokens + channels == product.out and product.tokens + summed == product.x
     if product.precision != "int8" or not device_kind_or_default().startswith("TPU") or is_analysed():
         return None
     if not (is_local and fits and product.rounds_weight_gradient) or manual_context_axes():
         return None
     sizes = dict(zip(product.x + product.weight, x.shape + weight.shape, strict=True))
     size = lambda letters: math.prod(sizes[letter] for letter in letters)  # noqa: E731
-    C, B, T, K, N = map(size, (parts, product.tokens[:-1], product.tokens[-1], summed, last_channels))
-    if C > MOST_PARTS or not takes(C, T, K, N):
+    C, B, T, K, N = map(size, (parts, rows, position, summed, channels))
+    if not takes(C, T, K, N):
         return None
-    ordered = jnp.transpose(weight, [product.weight.index(letter) for letter in parts + summed + last_channels])
-    y = int8_product(x.reshape(B, T, K), ordered.reshape(C, K, N))
-    return y.reshape([sizes[letter] for letter in product.out])
+
+    def num_heads(letters: str) -> int:
+        return size(letters[:-1]) if sizes[letters[-1]] % LANES == 0 else 1
+
+    in_order = product.weight == summed + parts + channels
+    if isinstance(weight, RoundedWeight):
+        if not in_order or weight.form.rounding.parts != C:
+            return None
+        by_channel, zeros, numbers = weight.form.by_channel, weight.zeros, weight.numbers
+        scale = (weight.scale.T if by_channel else weight.scale).reshape(1, C * N)
+    else:
+        order = [product.weight.index(letter) for letter in summed + parts + channels]
+        matrix = jnp.transpose(weight, order).reshape(K, C * N)
+        by_channel, zeros = False, tuple(jnp.split(matrix, C, axis=1))
+        numbers, scale = rounded_matrix(jax.lax.stop_gradient(matrix))
+    heads_of_x = num_heads(summed)
+    split_x = x.reshape(B, T, heads_of_x, K // heads_of_x).swapaxes(1, 2)
+    y = int8_product(Sizes(C, num_heads(channels), by_channel), split_x, zeros, numbers, scale)
+    y = [part.swapaxes(1, 2).reshape([sizes[letter] for letter in product.tokens + channels]) for part in y]
+    return jnp.stack(y).reshape([sizes[letter] for letter in product.out]) if parts else y[0]
 
 
 def _parts(product: Product) -> tuple[str, str]:
