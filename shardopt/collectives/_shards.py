@@ -1,7 +1,6 @@
 """All-gather of sharded leaves and reduce-scatter of their gradients; each is the transpose of the other."""
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,13 +17,11 @@ from shardopt.collectives._buckets import (
     shards_of,
 )
 from shardopt.collectives._per_device import shard_by_shard
+from shardopt.collectives._rounded_gather import gather_rounded
 from shardopt.core._checksum import checksum_of, to_limbs
-from shardopt.core._rounded_weight import Form, RoundedWeight, joined
+from shardopt.core._rounded_weight import Form, joined
 from shardopt.core._types import replaced
 from shardopt.mesh import device_kind, device_kind_or_default
-
-
-JOINED_BYTES = 2**25
 
 
 class LeafWire(NamedTuple):
@@ -37,7 +34,7 @@ class LeafWire(NamedTuple):
       gather_dtype: the dtype that the leaf is cast to before it is all-gathered, or None to keep its own.
       scatter_dtype: the dtype that its gradient is cast to before it is reduce-scattered, or None to keep its own.
       trained: whether the leaf has a gradient. A bucket would send the zeros of a frozen leaf.
-      form: how the leaf is rounded to int8 before it is all-gathered, as a matrix; None does not round it.
+      form: how the leaf is rounded to 8 bits before it is all-gathered, as a matrix; None does not round it.
     """
 
     dim: int | None
@@ -53,8 +50,9 @@ class LeafWire(NamedTuple):
         dim = None if self.dim is None else self.dim + num_dims
         return self._replace(dim=dim, tensor=PartitionSpec(*[None] * num_dims, *self.tensor))
 
-    def as_matrix(self) -> "LeafWire":
-        """Return the wire of the rows of the rounded leaf's matrix."""
+    @property
+    def of_gradient(self) -> "LeafWire":
+        """The wire of a gradient; the gradient of a rounded leaf is scattered by the rows of its matrix."""
         return self if self.form is None else self._replace(dim=0, form=None)
 
     def scattered(self, x: jax.Array) -> jax.Array:
@@ -87,12 +85,13 @@ def all_gather(
       probe: float32[8] without a meaning, whose gradient is the sum of the local gradients' bits, see `core._checksum`.
 
     Returns:
-      The gathered leaves; those with a form are `RoundedWeight`. The gradient of a sharded leaf is summed over its axes;
+      The gathered leaves; a leaf with a form is a `RoundedWeight`. The gradient of a sharded leaf is summed over its axes;
       the gradient of a replicated leaf stays local.
     """
     stored_dtypes = [leaf.dtype for leaf in leaves]
     is_inexact = [jnp.issubdtype(dtype, jnp.inexact) for dtype in stored_dtypes]
     differentiable = [i for i, wire in enumerate(wires) if is_inexact[i] and wire.trained]
+    rounded = [i for i, wire in enumerate(wires) if wire.form is not None]
 
     def cast(x: jax.Array, wire: LeafWire) -> jax.Array:
         if wire.gather_dtype is None or x.dtype == wire.gather_dtype:
@@ -102,60 +101,29 @@ def all_gather(
     def forward(xs, probe):
         del probe
         move = functools.partial(all_gather_buckets, gather=_all_gather, bucket_bytes=bucket_bytes)
-        xs = [cast(x, wire) for x, wire in zip(xs, wires, strict=True)]
-        is_rounded = [wire.form is not None for wire in wires]
-        gathered = _apply_where_sharded(
-            move, xs, [wire._replace(dim=None) if r else wire for wire, r in zip(wires, is_rounded, strict=True)]
-        )
-        indices = [i for i, wire in enumerate(wires) if wire.form is not None]
-        rounded = _gather_rounded([xs[i] for i in indices], [wires[i] for i in indices])
-        return replaced(gathered, indices, rounded)
+        leaves = [cast(x, wire) for x, wire in zip(xs, wires, strict=True)]
+        forms, axes = [wires[i].form for i in rounded], [wires[i].axes for i in rounded]
+        weights = gather_rounded([leaves[i] for i in rounded], forms, axes, _all_gather)
+        plain_wires = [wire if wire.form is None else wire._replace(dim=None) for wire in wires]
+        return replaced(_apply_where_sharded(move, leaves, plain_wires), rounded, weights)
 
     # A derived backward pass would reduce the gradients in the dtype of the gather, so it is written out.
     def backward(_, cotangents):
-        parts = [getattr(cotangents[i], "zeros", (cotangents[i],)) for i in differentiable]
-        counts = [len(leaf_parts) for leaf_parts in parts]
-        local_grads = [part.astype(stored_dtypes[i]) for i, leaf_parts in zip(differentiable, parts) for part in leaf_parts]
-        part_wires = [wires[i].as_matrix() for i, count in zip(differentiable, counts) for _ in range(count)]
+        # the parts of a rounded leaf's gradient are sent one by one, since joining them would copy them
+        parts = [cotangents[i].zeros if i in rounded else (cotangents[i],) for i in differentiable]
+        local_grads = [part.astype(stored_dtypes[i]) for i, parts in zip(differentiable, parts, strict=True) for part in parts]
+        part_wires = [wires[i].of_gradient for i, parts in zip(differentiable, parts, strict=True) for _ in parts]
         part_sums = iter(reduce_scatter(local_grads, part_wires, bucket_bytes=bucket_bytes))
-        sums = [_weight_of(itertools.islice(part_sums, count), wires[i].form) for i, count in zip(differentiable, counts)]
+        sums = [
+            wires[i].form.weight(joined([next(part_sums) for _ in parts])) if i in rounded else next(part_sums)
+            for i, parts in zip(differentiable, parts, strict=True)
+        ]
         limbs = None if probe is None else to_limbs(checksum_of(local_grads))
         return replaced([None] * len(stored_dtypes), differentiable, sums), limbs  # None is a zero cotangent
 
     run = jax.custom_vjp(forward)
     run.defvjp(lambda xs, probe: (forward(xs, probe), None), backward)
     return run(list(leaves), probe)
-
-
-def _weight_of(parts, form):
-    parts = list(parts)
-    return parts[0] if form is None else form.weight(joined(parts))
-
-
-def _gather_rounded(xs: Sequence[jax.Array], wires: Sequence[LeafWire]) -> list[RoundedWeight]:
-    """Round the shards of weights, and all-gather numbers and scales; matrices with as many rows share a collective."""
-    rounded = []
-    for x, wire in zip(xs, wires, strict=True):
-        assert wire.form is not None
-        maximum = functools.partial(jax.lax.pmax, axis_name=wire.axes)
-        dtype = wire.form.rounding.dtype
-        x = x if dtype is None else x.astype(dtype)
-        rounded.append(wire.form.round_rows(wire.form.matrix(x), maximum))
-    groups = {}
-    for i, ((numbers, _), wire) in enumerate(zip(rounded, wires, strict=True)):
-        is_small = numbers.size * jax.lax.axis_size(wire.axes) < JOINED_BYTES
-        groups.setdefault((len(numbers) if is_small else -i, wire.axes), []).append(i)
-    gathered = {}
-    for (_, axes), members in groups.items():
-        numbers = _all_gather(joined([rounded[i][0] for i in members]), axes, 0)
-        ends = list(itertools.accumulate(rounded[i][0].shape[1] for i in members))
-        gathered |= zip(members, jnp.split(numbers, ends[:-1], axis=1), strict=True)
-    results = []
-    for i, (x, wire) in enumerate(zip(xs, wires, strict=True)):
-        scale = rounded[i][1]
-        scale = _all_gather(scale, wire.axes, 0) if wire.form.by_channel else scale
-        results.append(RoundedWeight.of(gathered[i], scale, wire.form.rounding.dtype or x.dtype, wire.form))
-    return results
 
 
 def reduce_scatter(
@@ -247,11 +215,11 @@ def _cast_in_place(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def _as_bits_on_cpu(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Apply a collective; on CPU send half-precision floats as integer bits, because XLA:CPU would send them as fp32.
+    """Apply a collective; on CPU send short floats as integer bits, because XLA:CPU would send them as fp32.
 
     Other devices send them unchanged: on a TPU the cast to bits and back copies the gathered array.
     """
-    half = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2
-    if not half or device_kind() != "cpu":
+    bits = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize)
+    if bits is None or not jnp.issubdtype(x.dtype, jnp.floating) or device_kind() != "cpu":
         return move(x)
-    return jax.lax.bitcast_convert_type(move(jax.lax.bitcast_convert_type(x, jnp.uint16)), x.dtype)
+    return jax.lax.bitcast_convert_type(move(jax.lax.bitcast_convert_type(x, bits)), x.dtype)

@@ -31,6 +31,9 @@ class BlockModel(NamedTuple):
       tables: key paths of outer parameters [V, D] that only `embed` reads, and only through `so.nn.embedding`. If fsdp
         shards parameters, these are sharded by columns where data divides D. They are not gathered where it takes fewer
         bytes to exchange the rows of a batch. Only in the per-device view and not in a pipeline.
+      rounded: key path within a block -> `Rounding`, for weights that `block` reads through `so.nn.quantized_einsum` alone.
+        If fsdp shards such a weight, each device rounds its shard, and the numbers in 8 bits are gathered. The result is the
+        same. Only in the per-device view, and not where tensor shards the weight.
 
     Example:
       >>> import jax.numpy as jnp

@@ -1,31 +1,49 @@
-"""`RoundedWeight`: a weight that devices rounded to int8 before they gathered it, as one node of a pytree."""
+"""`RoundedWeight`: a weight that devices rounded to 8 bits before they gathered it, as one node of a pytree."""
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int8
+from jaxtyping import Array, Float, Shaped
 
-LARGEST = 127
-"""The largest number in int8; -128 is not used."""
+from shardopt.core._errors import format_error
+from shardopt.core._types import wide_dtype
+
+Precision = Literal["int8", "fp8"]
 
 
 class Rounding(NamedTuple):
-    """How `so.nn.quantized_einsum` rounds a weight that nothing else reads.
+    """How `so.nn.quantized_einsum` rounds a weight.
 
     Attributes:
-      dtype: the dtype that the model casts the weight to before it is rounded.
-      summed: how many of its first dims the product sums over. The others count channels, and each channel has a scale.
+      precision: "int8" or "fp8".
+      summed: how many of the first dims of the weight the product sums over. The others are channels.
       parts: the size of the first dim of channels if the result of the product begins with this dim, such as gate and up; else 1.
+      dtype: the dtype that the model casts the weight to before it is rounded; None keeps the dtype that it has.
+
+    Example:
+      >>> Rounding("int8", summed=2)  # of the weight [H, K, D] in the product "bthk,hkd->btd"
+      Rounding(precision='int8', summed=2, parts=1, dtype=None)
     """
 
-    dtype: DTypeLike
+    precision: Precision
     summed: int = 1
     parts: int = 1
+    dtype: DTypeLike | None = None
+
+
+def eight_bits(precision: Precision) -> tuple[DTypeLike, float]:
+    """Return the dtype of rounded activations and weights, and the largest number that is used; -128 is not."""
+    return (jnp.int8, 127.0) if precision == "int8" else (jnp.float8_e4m3fn, float(jnp.finfo(jnp.float8_e4m3fn).max))
+
+
+def inverse(scale: Array) -> Array:
+    """Return 1 / scale, or 0 for a scale of 0: one division for many numbers."""
+    return jnp.where(scale == 0, 0, 1 / scale)
 
 
 class Form(NamedTuple):
@@ -59,32 +77,39 @@ class Form(NamedTuple):
         rows = matrix.reshape(-1, *self.shape[summed:-1], *self.shape[:summed])
         return jnp.transpose(rows, (*range(num_dims - summed, num_dims), *range(1, num_dims - summed), 0))
 
-    def round_rows(self, rows: Float[Array, "r S"], maximum: Any) -> tuple[Int8[Array, "r S"], Array]:
-        """Return rows of the matrix rounded, and the scales of their channels: [1, S], or [r, C] by channel.
+    def round_rows(
+        self, rows: Float[Array, "r S"], maximum: Callable[[Array], Array]
+    ) -> tuple[Shaped[Array, "r S"], Float[Array, "..."]]:
+        """Return rows of the matrix rounded, and the scales of their channels: [1, C N], or [r, C] by channel.
 
         Args:
           rows: the rows of this device.
-          maximum: returns the maximum over the devices; called if a channel has rows of several devices.
+          maximum: returns the maximum over devices. It is called if rows are summed, since a channel is on all devices then.
         """
-        wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
+        dtype, largest = eight_bits(self.rounding.precision)
+        wide, parts = rows.astype(wide_dtype(rows.dtype)), self.rounding.parts
         if self.by_channel:
-            wide = wide.reshape(len(rows), self.rounding.parts, -1)
-            scale = jnp.max(jnp.abs(wide), axis=2, keepdims=True) / LARGEST
+            wide = wide.reshape(len(rows), parts, -1)
+            scale = jnp.max(jnp.abs(wide), axis=2, keepdims=True) / largest
         else:
-            scale = maximum(jnp.max(jnp.abs(wide), axis=0, keepdims=True)) / LARGEST
-        numbers = jnp.round(wide * inverse(scale)).astype(jnp.int8)
-        return numbers.reshape(rows.shape), scale.reshape(-1, self.rounding.parts) if self.by_channel else scale
+            scale = maximum(jnp.max(jnp.abs(wide), axis=0, keepdims=True)) / largest
+        scaled = wide * inverse(scale)
+        numbers = (jnp.round(scaled) if dtype == jnp.int8 else scaled).astype(dtype)
+        return numbers.reshape(rows.shape), jnp.squeeze(scale, 2) if self.by_channel else scale
 
 
-def inverse(scale: Array) -> Array:
-    """Return 1 / scale, or 0 for a scale of 0: one division for many numbers."""
-    return jnp.where(scale == 0, 0, 1 / scale)
+def form_of(shape: tuple[int, ...], dim: int, rounding: Rounding) -> Form | None:
+    """Return the form of a weight that is sharded over a dim; None if the shards are rows of no such matrix."""
+    if dim == 0:
+        return Form(shape, rounding, by_channel=False)
+    is_last_of_parts = math.prod(shape[rounding.summed : -1]) == rounding.parts and dim == len(shape) - 1
+    return Form(shape, rounding, by_channel=True) if is_last_of_parts else None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RoundedWeight:
-    """A weight in int8, as the matrix of a form.
+    """A weight in 8 bits, as the matrix of a form; a block gets it for a leaf that `BlockModel.rounded` names.
 
     Attributes:
       numbers: the matrix.
@@ -94,7 +119,7 @@ class RoundedWeight:
       form: how the matrix is the weight.
     """
 
-    numbers: Int8[Array, "R S"]
+    numbers: Shaped[Array, "R S"]
     scale: Float[Array, "..."]
     zeros: tuple[Float[Array, "R S/C"], ...]
     form: Form = dataclasses.field(metadata={"static": True})
@@ -122,10 +147,27 @@ class RoundedWeight:
         return self.zeros[0].dtype
 
     def astype(self, dtype: DTypeLike) -> "RoundedWeight":
-        """Return the weight for products in another dtype."""
+        """Return the weight for products in another dtype.
+
+        Raises:
+          TypeError: if a cast to the dtype before the weight was rounded would have changed its numbers.
+        """
+        if jnp.promote_types(dtype, self.dtype) != dtype:
+            problem = f"a weight that BlockModel.rounded names is cast to {jnp.dtype(dtype)}, and was rounded in {self.dtype}."
+            raise TypeError(format_error("quantized_einsum", problem, fix="give its Rounding the dtype of this cast."))
         return dataclasses.replace(self, zeros=tuple(zeros.astype(dtype) for zeros in self.zeros))
 
-    def unpacked(self) -> tuple[Int8[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
+    def __jax_array__(self) -> Array:
+        """Refuse to convert the weight to an array.
+
+        Raises:
+          TypeError: always.
+        """
+        problem = "a weight that BlockModel.rounded names was used as an array, and it is rounded to 8 bits."
+        fix = "multiply it by so.nn.quantized_einsum alone, or take its name out of BlockModel.rounded."
+        raise TypeError(format_error("quantized_einsum", problem, fix=fix))
+
+    def unpacked(self) -> tuple[Shaped[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
         """Return the numbers in the shape of the weight, the scales in the shape of its channels, and the zeros as a weight."""
         scale = self.scale.T if self.form.by_channel else self.scale
         channels = scale.reshape(self.shape[self.form.rounding.summed :])

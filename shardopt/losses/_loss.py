@@ -3,7 +3,6 @@
 In the per-device view these are the rows of one micro-batch on one device; in the global view, the rows of all devices.
 """
 
-import math
 from collections.abc import Callable, Collection
 
 import jax
@@ -13,11 +12,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 
 from shardopt.collectives import SMALL_BUCKET_BYTES, all_gather
-from shardopt.collectives._shards import LeafWire
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
-from shardopt.core._block_model import BLOCKS, as_block_model, call, plain_block, run_blocks, takes_rng
-from shardopt.core._rounded_weight import Form, Rounding
+from shardopt.core._block_model import BLOCKS, BlockModel, as_block_model, call, plain_block, run_blocks, takes_rng
 from shardopt.core._types import PyTree, replaced
 from shardopt.losses._batch_dims import num_rows
 from shardopt.losses._constraints import gather_leaves, shard_activations
@@ -68,10 +65,10 @@ def _loss_of_rows(
             hooks["gather_outer"] = lambda outer: all_gather_leaves(
                 config, outer, outer_plans, tables=tables, probe=probe
             )
-            gather_one = lambda block: all_gather_leaves(config, block, plans[BLOCKS], of_block=True)  # noqa: E731
+            gather_one = lambda block: all_gather_leaves(config, block, plans[BLOCKS], model=model)  # noqa: E731
             if probe is not None:  # one more leaf of each block, because a block sees its arguments alone
                 gather_one = lambda block: all_gather_leaves(  # noqa: E731
-                    config, block[0], plans[BLOCKS], of_block=True, probe=block[1]
+                    config, block[0], plans[BLOCKS], model=model, probe=block[1]
                 )
                 num_blocks = jax.tree.leaves(params[BLOCKS])[0].shape[0]
                 params = {**params, BLOCKS: (params[BLOCKS], jnp.broadcast_to(probe, (num_blocks, *probe.shape)))}
@@ -105,49 +102,35 @@ def all_gather_leaves(
     tree: PyTree,
     plans: PyTree,
     *,
-    of_block: bool = False,
+    model: BlockModel | None = None,
     tables: Collection[str] = (),
     bucket_bytes: int = SMALL_BUCKET_BYTES,
     probe: jax.Array | None = None,
 ) -> PyTree:
-    """All-gather the leaves of a tree over data, each cast to `gather_dtype`; with `of_block` the leaves of one block.
+    """All-gather the leaves of a tree over data, each cast to `gather_dtype`; with a model the leaves of one of its blocks.
 
-    Leaves named in `tables` stay sharded, as `ColumnTable`. The gradient of `probe` is the sum of the local gradients' bits.
+    Leaves of a block that `model.rounded` names are `RoundedWeight`, in the per-device view. Leaves named in `tables` stay sharded, as `ColumnTable`. The gradient of `probe` is the sum of the local gradients' bits.
     """
     leaves, treedef = jax.tree.flatten(tree)
     leaf_plans: list[LeafPlan] = treedef.flatten_up_to(plans)
-    if of_block:
+    if model is not None:
         leaf_plans = [plan.of_block() for plan in leaf_plans]
     if config.loss.view == "global":
         return treedef.unflatten(gather_leaves(config, leaves, leaf_plans))
-    wires = [leaf_wire(config.wire, plan) for plan in leaf_plans]
+    roundings = {} if model is None else {f"{BLOCKS}/{path}": rounding for path, rounding in model.rounded.items()}
+    wires = [leaf_wire(config.wire, plan, roundings.get(plan.path)) for plan in leaf_plans]
     wires = [
         wire._replace(dim=None) if plan.path in tables else wire for wire, plan in zip(wires, leaf_plans, strict=True)
     ]
-    model = as_block_model(config.loss.loss_fn)
-    if of_block and model is not None:
-        wires = [rounded_wire(wire, plan, model.rounded.get(plan.path.removeprefix(f"{BLOCKS}/"))) for wire, plan in zip(wires, leaf_plans, strict=True)]
     # Benchmarks of dense models (benchmarks/pod_compiles.py) were measured without it: only models with experts get it.
-    cast_in_place = of_block and bool(config.layout.expert_leaves)
+    cast_in_place = model is not None and bool(config.layout.expert_leaves)
     gathered = all_gather(leaves, wires, cast_in_place=cast_in_place, bucket_bytes=bucket_bytes, probe=probe)
     return treedef.unflatten(
         [
-            _column_table(leaf, plan, wire.scatter_dtype) if plan.path in tables else jax.tree.map(lambda x: checkpoint_name(x, GATHERED), leaf)
+            _column_table(leaf, plan, wire.scatter_dtype) if plan.path in tables else checkpoint_name(leaf, GATHERED)
             for leaf, plan, wire in zip(gathered, leaf_plans, wires, strict=True)
         ]
     )
-
-
-def rounded_wire(wire: LeafWire, plan: LeafPlan, rounding: Rounding | None) -> LeafWire:
-    """Return the wire of a leaf of a block that is rounded before it is gathered, if it is sharded by rows or by channels."""
-    shape = tuple(plan.shape)
-    if rounding is None or wire.dim is None or any(wire.tensor):
-        return wire
-    has_rows_of_channels = math.prod(shape[rounding.summed : -1]) == rounding.parts
-    by_channel = wire.dim == len(shape) - 1 and has_rows_of_channels
-    if wire.dim != 0 and not by_channel:
-        return wire
-    return wire._replace(form=Form(shape, rounding, by_channel))
 
 
 def _scatter_first(gather: Callable[[PyTree], PyTree], outer: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:

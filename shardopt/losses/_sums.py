@@ -9,6 +9,7 @@ from shardopt.collectives import BUCKET_BYTES, LeafWire, all_reduce, reduce_scat
 from shardopt.collectives._buckets import shards_of
 from shardopt.config._axes import AxisTable
 from shardopt.config._config import StrategyConfig, WireOptions
+from shardopt.core._rounded_weight import Rounding, form_of
 from shardopt.core._types import Metric, PyTree, replaced, wide_dtype, wide_zeros
 from shardopt.losses._batch_dims import cut_batch
 from shardopt.losses._metrics import adds_up, combined
@@ -94,15 +95,18 @@ def reduce_scatter_grads(wire: WireOptions, grads: Sequence[jax.Array], plans: S
     return reduce_scatter(grads, [leaf_wire(wire, plan) for plan in plans], bucket_bytes=BUCKET_BYTES)
 
 
-def leaf_wire(wire: WireOptions, plan: LeafPlan) -> LeafWire:
+def leaf_wire(wire: WireOptions, plan: LeafPlan, rounding: Rounding | None = None) -> LeafWire:
     """Return how a leaf and its gradient travel; only floating leaves are cast, and before a gather only trained ones.
 
-    Running statistics would stop changing in half precision.
+    Running statistics would stop changing in half precision. A leaf of a block that has a rounding is rounded before it is
+    gathered, unless tensor shards it or its shards are not rows of a matrix.
     """
     is_floating = jnp.issubdtype(plan.dtype, jnp.floating)
     gather_dtype = wire.gather_dtype if plan.trainable and is_floating else None
     scatter_dtype = wire.scatter_dtype if is_floating else None
-    return LeafWire(plan.dim, plan.tensor, plan.axes, gather_dtype, scatter_dtype, plan.trainable)
+    is_rounded = rounding is not None and plan.dim is not None and not any(plan.tensor)
+    form = form_of(tuple(plan.shape), plan.dim, rounding) if is_rounded else None
+    return LeafWire(plan.dim, plan.tensor, plan.axes, gather_dtype, scatter_dtype, plan.trainable, form)
 
 
 def all_reduce_grads(

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from shardopt import nn
+from shardopt.core._rounded_weight import Rounding
 from shardopt.core._types import PyTree
 from shardopt.mesh import device_kind_or_default
 from shardopt.models import _layers as layers
@@ -121,6 +122,21 @@ def _mlp_shapes(config: DecoderConfig, hidden: int, *, bias: bool, fused: bool =
         shapes = dict.fromkeys(("gate", "up")[not config.gated :], (D, width))
     shapes["down"] = (hidden, D)
     return shapes | ({f"{name}_bias": shape[1:] for name, shape in shapes.items()} if bias else {})
+
+
+def roundings(config: DecoderConfig) -> dict[str, Rounding]:
+    """Return the weights of blocks that are multiplied in 8 bits, for `BlockModel.rounded`; none without a precision."""
+    if config.precision is None:
+        return {}
+    rounding = Rounding(config.precision, dtype=config.dtype)
+    latent = config.latent is not None  # its products of queries, keys and values are not in 8 bits
+    names = () if latent else ("q", "k", "v", "kv", "qkv")
+    rounded = {f"attention/{name}": rounding for name in names} | {"attention/out": rounding._replace(summed=2)}
+    rounded |= {f"mlp/{name}": rounding for name in ("gate", "up", "down")}
+    if config.fused:
+        rounded["mlp/up"] = rounding._replace(parts=1 + config.gated)
+    parts = block_shapes(config, dense=config.experts is None)
+    return {path: rounded[path] for path in rounded if path.split("/")[1] in parts[path.split("/")[0]]}
 
 
 def apply_block(config: DecoderConfig, weights: Params, stream: Stream) -> Stream:

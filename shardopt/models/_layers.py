@@ -6,7 +6,6 @@ Suffixes: B sequences, T positions, S cached positions, D width, H heads, K widt
 from typing import TypeVar
 
 import jax
-from shardopt.core._rounded_weight import RoundedWeight
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
@@ -16,6 +15,7 @@ from shardopt import nn
 from shardopt.collectives import constrain_tensor
 from shardopt.collectives._per_device import TENSOR
 from shardopt.core._errors import format_error
+from shardopt.core._rounded_weight import RoundedWeight
 from shardopt.mesh import device_kind_or_default, mesh_under_trace
 
 Tree = TypeVar("Tree")
@@ -24,10 +24,11 @@ Tree = TypeVar("Tree")
 def cast(tree: Tree, dtype: DTypeLike | None) -> Tree:
     """Return weights in the dtype of a model's products; None keeps the dtype of each weight. Keys stay as they are."""
 
-    def cast_leaf(leaf: Array) -> Array:
+    def cast_leaf(leaf: Array | RoundedWeight) -> Array | RoundedWeight:
         return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
-    return tree if dtype is None else jax.tree.map(cast_leaf, tree, is_leaf=lambda x: isinstance(x, RoundedWeight))
+    is_leaf = lambda leaf: isinstance(leaf, RoundedWeight)  # noqa: E731
+    return tree if dtype is None else jax.tree.map(cast_leaf, tree, is_leaf=is_leaf)
 
 
 @jax.checkpoint

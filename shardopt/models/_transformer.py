@@ -7,14 +7,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from shardopt.core._block_model import BlockModel
-from shardopt.core._rounded_weight import Rounding
 from shardopt.core._block_remat import Remat
+from shardopt.core._rounded_weight import Precision
 from shardopt.models import decoder
 from shardopt.models._decoder_block import Stream, apply_block
 from shardopt.models._decoder_config import BlockKind, DecoderConfig
 from shardopt.models._inputs import Params
 from shardopt.models._rope import Rope
-from shardopt.nn._low_precision import Precision, check_precision
+from shardopt.nn._low_precision import check_precision
 from shardopt.planning import Transformer
 
 
@@ -85,10 +85,9 @@ def model(
         mlp = {"norm": weights["norms"][1]} | {name: weights[name] for name in ("up", "down")}
         return apply_block(config, {"attention": attention, "mlp": mlp}, stream)
 
-    return decoder.block_model(config, remat, "transformer")._replace(
-        block=block,
-        rounded={} if precision is None else {name: Rounding(shape.dtype, 2 if name == "out" else 1, 1 + shape.gated if name == "up" else 1) for name in ("q", "kv", "out", "up", "down")},
-    )
+    named = decoder.block_model(config, remat, "transformer")
+    rounded = {path.split("/")[1]: rounding for path, rounding in named.rounded.items()}
+    return named._replace(block=block, rounded=rounded)
 
 
 def init(shape: Transformer, rng: jax.Array) -> Params:

@@ -16,7 +16,7 @@ from shardopt.core._block_model import BlockModel
 from shardopt.core._block_remat import Remat
 from shardopt.core._types import Loss, PyTree, leaves_with_paths
 from shardopt.models import _layers as layers
-from shardopt.models._decoder_block import Stream, apply_block, apply_norm, block_shapes, norm_leaves
+from shardopt.models._decoder_block import Stream, apply_block, apply_norm, block_shapes, norm_leaves, roundings
 from shardopt.models._decoder_config import BlockKind, DecoderConfig, Experts
 from shardopt.models._inputs import Batch, Inputs, Params, Tokens, mean_loss, read_inputs
 from shardopt.models._rope import Rope
@@ -254,6 +254,7 @@ def block_model(config: DecoderConfig, remat: Remat, caller: str) -> BlockModel:
         functools.partial(_loss, config, caller),
         remat,
         tables=() if config.tied else ("embedding",),
+        rounded=roundings(config),
     )
 
 

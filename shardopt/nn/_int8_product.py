@@ -19,11 +19,12 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8
 
-from shardopt.core._rounded_weight import LARGEST, inverse
+from shardopt.core._rounded_weight import eight_bits, inverse
 from shardopt.mesh import device_kind_or_default
 from shardopt.nn._kernel_tiles import LANES, product, vmem
 
 STRIP = 256
+LARGEST = eight_bits("int8")[1]
 _ROWS, _BYTES = 32, 22
 """Rows of a register of int8, and the bytes of VMEM for a number that is rounded: two buffers of it, and float32."""
 

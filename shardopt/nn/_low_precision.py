@@ -6,7 +6,7 @@ Scales are of one token, one channel of a weight, or one row of tokens, so many 
 import functools
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,8 @@ from jax.sharding import AxisType
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from shardopt.core._errors import format_error
-from shardopt.core._rounded_weight import RoundedWeight, inverse
+from shardopt.core._errors import format_error, plural
+from shardopt.core._rounded_weight import Precision, RoundedWeight, eight_bits, inverse
 from shardopt.core._types import wide_dtype
 from shardopt.mesh import device_kind_or_default, is_analysed, mesh_under_trace
 from shardopt.nn._int8_product import Sizes, int8_product, rounded_matrix, takes
@@ -24,11 +24,9 @@ from shardopt.nn._low_rank import LowRank
 from shardopt.nn._order import manual_context_axes
 from shardopt.trace._marks import ROW_MAXIMUM, marked
 
-Precision = Literal["int8", "fp8"]
-
 
 def quantized_einsum(
-    subscripts: str, x: Float[Array, "..."], weight: Float[Array, "..."] | LowRank, *, precision: Precision | None
+    subscripts: str, x: Float[Array, "..."], weight: Float[Array, "..."] | LowRank | RoundedWeight, *, precision: Precision | None
 ) -> Float[Array, "..."]:
     """Return `jnp.einsum(subscripts, x, weight)` of activations and a weight, multiplied in 8 bits, with gradients.
 
@@ -91,6 +89,8 @@ def quantized_einsum(
     if isinstance(weight, LowRank):
         product = quantized_einsum(subscripts, x, weight.base, precision=precision)
         return product + weight.einsum(x, parse_subscripts(subscripts)).astype(product.dtype)
+    if isinstance(weight, RoundedWeight):
+        _check_rounding(subscripts, weight, precision)
     if precision is None:
         return jnp.einsum(subscripts, x, weight)
     check_precision("quantized_einsum", precision)
@@ -99,6 +99,23 @@ def quantized_einsum(
     if y is not None:
         return y
     return _by_xla_rounded(product, x, weight) if isinstance(weight, RoundedWeight) else _by_xla(product, x, weight)
+
+
+def _check_rounding(subscripts: str, weight: RoundedWeight, precision: str | None) -> None:
+    """Refuse a product of a weight that was rounded for another one.
+
+    Raises:
+      ValueError: if the product has another precision, or sums over other dims.
+    """
+    rounding = weight.form.rounding
+    x, letters, _ = parse_subscripts(subscripts)
+    if precision != rounding.precision or set(letters[: rounding.summed]) != set(x) & set(letters):
+        problem = (
+            f"the weight was rounded to {rounding.precision} for a product that sums over its first "
+            f"{plural(rounding.summed, 'dim')}, and is used in {subscripts!r} with precision {precision!r}."
+        )
+        fix = "describe this product in BlockModel.rounded, or take the weight out of it."
+        raise ValueError(format_error("quantized_einsum", problem, fix=fix))
 
 
 def check_precision(caller: str, precision: str | None) -> None:
@@ -184,7 +201,7 @@ def _without(letters: str, removed: str) -> str:
 
 def _dtypes(precision: Precision) -> tuple[DTypeLike, DTypeLike]:
     """Return the dtype of activations and weights, and the dtype of gradients."""
-    return (jnp.int8, jnp.int8) if precision == "int8" else (jnp.float8_e4m3fn, jnp.float8_e5m2)
+    return eight_bits(precision)[0], jnp.int8 if precision == "int8" else jnp.float8_e5m2
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

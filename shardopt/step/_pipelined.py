@@ -180,7 +180,7 @@ class _PipelinedModel:
     def block(self, block_args: Arrays, x: Arrays) -> Arrays:
         (*leaves, number, m), (shapes, treedef) = block_args, self._x
         if self.config.gathers and not self.config.gathers_once:
-            leaves = all_gather_leaves(self.config, leaves, self._block_plans, of_block=True)
+            leaves = all_gather_leaves(self.config, leaves, self._block_plans, model=self.model)
 
         def run(weights, x):
             return call(self.model.block, self._key(m), number, weights, x)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardopt import nn
+from shardopt.core._rounded_weight import Precision
 from shardopt.nn._grouped_product import _run as grouped_product
-from shardopt.nn._low_precision import Precision
 from shardopt.verify._rows import Devices, Measurement, NotRun, Row, agree, tolerance
 
 _POSITIONS, _HEADS, _WIDTH = 256, 4, 64

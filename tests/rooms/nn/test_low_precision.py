@@ -12,10 +12,11 @@ from support.host import host_params
 from support.reference import relative_difference, train
 
 import shardopt as so
+from shardopt.core._rounded_weight import Precision, RoundedWeight, Rounding, form_of, joined
 from shardopt.models import _transformer as transformer
 from shardopt.models import gpt
 from shardopt.nn import _low_precision
-from shardopt.nn._low_precision import Precision, check_precision
+from shardopt.nn._low_precision import check_precision
 from shardopt.planning import Transformer
 from shardopt.planning._models import RULES
 
@@ -78,35 +79,53 @@ def kernels_of(monkeypatch):
     monkeypatch.setattr(_low_precision, "device_kind_or_default", lambda: "TPU v6 lite")
 
 
+def rounded_weight(w, dim, rounding):
+    """Return a weight as a block gets it that gathered its shards of a dim in 8 bits."""
+    form = form_of(w.shape, dim, rounding)
+    assert form is not None
+    zeros = jnp.zeros_like(form.matrix(w))
+    numbers, scale = form.round_rows(form.matrix(w), lambda maximum: maximum)
+    return RoundedWeight(numbers, scale, tuple(jnp.split(zeros, rounding.parts, axis=1)), form)
+
+
+PRODUCTS = {
+    "two parts, by channel": ("btd,dcf->cbtf", ((2, 256, 128), (128, 2, 128)), 2, Rounding("int8", parts=2)),
+    "two parts": ("btd,dcf->cbtf", ((1, 128, 256), (256, 2, 128)), 0, Rounding("int8", parts=2)),
+    "heads": ("btd,dhk->bthk", ((2, 128, 128), (128, 2, 128)), 0, Rounding("int8")),
+    "narrow heads": ("btd,dhk->bthk", ((2, 128, 256), (256, 2, 64)), 0, Rounding("int8")),
+    "of heads, by channel": ("bthk,hkd->btd", ((1, 256, 2, 128), (2, 128, 256)), 2, Rounding("int8", summed=2)),
+    "wide heads, by summed": ("bthk,hkd->btd", ((1, 128, 2, 256), (2, 256, 128)), 0, Rounding("int8", summed=2)),
+}
+
+
+@pytest.mark.parametrize("is_rounded", [False, True], ids=["rounds", "rounded"])
 @pytest.mark.parametrize(
-    ("subscripts", "shapes"),
-    [
-        ("btd,dcf->cbtf", ((2, 256, 128), (128, 2, 128))),  # no kernel runs for two parts unless the limit is raised
-        pytest.param("btd,dhk->bthk", ((2, 128, 256), (256, 2, 64)), marks=pytest.mark.slow),
-        pytest.param("bthk,hkd->btd", ((1, 256, 2, 64), (2, 64, 256)), marks=pytest.mark.slow),
-    ],
-)
-def test_kernels_compute_the_same_numbers(subscripts, shapes, monkeypatch):
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (i > 0)) for i, name in enumerate(PRODUCTS)]
+)  # the row that is left has parts and rows of channels; heads only change blocks
+def test_kernels_compute_the_same_numbers(name, is_rounded, monkeypatch):
+    subscripts, shapes, dim, rounding = PRODUCTS[name]
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32).at[:, 1].set(0) for shape in shapes)
     product = lambda x, w: so.nn.quantized_einsum(subscripts, x, w, precision="int8")  # noqa: E731
     g = jnp.asarray(rng.normal(size=jax.eval_shape(product, x, w).shape), jnp.float32)
 
-    def traced():
+    def traced(w):
         def run(x, w, g):
             y, pull = jax.vjp(product, x, w)
             return y, *pull(g)
 
         return jax.jit(run).trace(x, w, g)
 
-    expected = traced().lower().compile()(x, w, g)
+    expected = traced(w).lower().compile()(x, w, g)
+    given = rounded_weight(w, dim, rounding) if is_rounded else w
     kernels_of(monkeypatch)
-    monkeypatch.setattr(_low_precision, "MOST_PARTS", 2)
-    by_kernels = traced()
+    by_kernels = traced(given)
     jaxpr = str(by_kernels.jaxpr)
-    for name in ("round_rows", "round_columns", *INT8_KERNELS):
-        assert name in jaxpr
-    for a, b in zip(by_kernels.lower().compile()(x, w, g), expected, strict=True):
+    for kernel in ("round_rows", "round_columns", *INT8_KERNELS):
+        assert kernel in jaxpr
+    y, dx, dw = by_kernels.lower().compile()(x, given, g)
+    dw = given.form.weight(joined(dw.zeros)) if is_rounded else dw
+    for a, b in zip((y, dx, dw), expected, strict=True):
         assert relative_difference(a, b) < 1e-5  # of a step of the 8 bits, 1e-2
 
 
@@ -126,7 +145,7 @@ def test_kernels_take_whole_rows_in_multiples_of_128(monkeypatch):
     assert not uses_kernels("btd,df->btf", (2, 128, 256), (256, 64))
     assert not uses_kernels("td,df->tf", (128, 256), (256, 384))
     assert not uses_kernels("btd,df->tbf", (2, 128, 256), (256, 384))
-    assert not uses_kernels("btd,dcf->cbtf", (2, 128, 256), (256, 2, 384))
+    assert uses_kernels("btd,dcf->cbtf", (2, 128, 256), (256, 2, 384))
 
 
 @pytest.mark.fast
