@@ -111,7 +111,9 @@ def all_gather(
     def backward(_, cotangents):
         # the parts of a rounded leaf's gradient are sent one by one, since joining them would copy them
         parts = [cotangents[i].zeros if i in rounded else (cotangents[i],) for i in differentiable]
-        local_grads = [part.astype(stored_dtypes[i]) for i, parts in zip(differentiable, parts, strict=True) for part in parts]
+        local_grads = [
+            part.astype(stored_dtypes[i]) for i, parts in zip(differentiable, parts, strict=True) for part in parts
+        ]
         part_wires = [wires[i].of_gradient for i, parts in zip(differentiable, parts, strict=True) for _ in parts]
         part_sums = iter(reduce_scatter(local_grads, part_wires, bucket_bytes=bucket_bytes))
         sums = [

@@ -74,6 +74,7 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
     """Place a parameter structure by the config; touch no device."""
     if as_block_model(config.loss.loss_fn) is not None:
         _check_blocks(config, abstract_params)
+        _check_rounded(config, abstract_params)
     counts = () if config.schedule is None else _blocks_per_stage(config, config.schedule, abstract_params)
     tables = _tables(config, abstract_params)
     with calling(config.strategy):
@@ -158,6 +159,32 @@ def _check_blocks(config: StrategyConfig, params: PyTree) -> None:
         problem = "the leaves of 'blocks' must be stacked along a first dim of one length."
         shapes = [f"blocks/{path}: shape {leaf.shape}" for path, leaf in leaves]
         raise ValueError(format_error(config.strategy, problem, shapes, fix))
+
+
+def _check_rounded(config: StrategyConfig, params: PyTree) -> None:
+    """Refuse a `BlockModel.rounded` that does not fit the blocks.
+
+    Raises:
+      ValueError: if a name is not a leaf of the blocks, or its rounding does not fit the leaf's shape.
+    """
+    model = as_block_model(config.loss.loss_fn)
+    assert model is not None
+    leaves = dict(leaves_with_paths(params[BLOCKS]))
+    problems = []
+    for path, rounding in model.rounded.items():
+        if path not in leaves:
+            problems.append(f"{path!r} is not a leaf of a block")
+            continue
+        shape = leaves[path].shape[1:]
+        if not jnp.issubdtype(leaves[path].dtype, jnp.floating):
+            problems.append(f"{path}: {leaves[path].dtype} is not floating")
+        elif not 0 < rounding.summed < len(shape):
+            problems.append(f"{path}: shape {shape} has no dims left after summed={rounding.summed}")
+        elif rounding.parts not in (1, shape[rounding.summed]):
+            problems.append(f"{path}: shape {shape} has {shape[rounding.summed]} parts, not parts={rounding.parts}")
+    if problems:
+        fix = f"the leaves of a block are {', '.join(list(leaves)[:8])}; describe the product that reads each of them."
+        raise ValueError(format_error(config.strategy, "BlockModel.rounded does not fit the blocks.", problems, fix))
 
 
 def _tables(config: StrategyConfig, params: PyTree) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """Layers that use the mesh axes inside a strategy; on one device they are plain functions."""
 
+from shardopt.core._rounded_weight import Rounding
 from shardopt.nn._attention import attention
 from shardopt.nn._balance import load_balancing_loss, update_router_bias
 from shardopt.nn._cross_entropy import cross_entropy
@@ -11,6 +12,7 @@ from shardopt.nn._router import RouterStatistics
 
 __all__ = [
     "RouterStatistics",
+    "Rounding",
     "attention",
     "cross_entropy",
     "embedding",

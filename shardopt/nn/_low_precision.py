@@ -26,7 +26,11 @@ from shardopt.trace._marks import ROW_MAXIMUM, marked
 
 
 def quantized_einsum(
-    subscripts: str, x: Float[Array, "..."], weight: Float[Array, "..."] | LowRank | RoundedWeight, *, precision: Precision | None
+    subscripts: str,
+    x: Float[Array, "..."],
+    weight: Float[Array, "..."] | LowRank | RoundedWeight,
+    *,
+    precision: Precision | None,
 ) -> Float[Array, "..."]:
     """Return `jnp.einsum(subscripts, x, weight)` of activations and a weight, multiplied in 8 bits, with gradients.
 
@@ -214,9 +218,7 @@ def _forward(product: Product, x: Array, weight: Array) -> tuple[Array, tuple[Ar
     return _multiply_rounded(product, x, weight.dtype, rounded)
 
 
-def _multiply_rounded(
-    product: Product, x: Array, dtype: DTypeLike, weight: Rounded
-) -> tuple[Array, tuple[Array, ...]]:
+def _multiply_rounded(product: Product, x: Array, dtype: DTypeLike, weight: Rounded) -> tuple[Array, tuple[Array, ...]]:
     """Return the product with a rounded weight, and what the gradients need."""
     rounded_x = _round(x, product.x, product.tokens, _dtypes(product.precision)[0])
     y = _multiply(rounded_x, product.x, weight, product.weight, product.out)

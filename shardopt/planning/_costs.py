@@ -150,9 +150,11 @@ def _gathers_and_sums(placed: PlacedModel, other_axes: tuple[str, ...]) -> list[
     passes = (3 if gathers_again else 2) if regather else 1
     block_elements, calls = (elements.sharded_blocks / blocks, blocks * m) if regather else (elements.sharded_blocks, 1)
     gathered, outer = placed.gathered_itemsize, elements.sharded_outer - elements.tables
+    rounded = elements.rounded_blocks / blocks if regather else 0
+    weight_bytes = gathered * (block_elements - rounded) + rounded
     return [
         replicated_sum,
-        over_data("all-gather", "weights", gathered * block_elements, passes * calls, hidden=regather),
+        over_data("all-gather", "weights", weight_bytes, passes * calls, hidden=regather),
         over_data("reduce-scatter", "gradients", scattered * block_elements, calls, hidden=regather),
         over_data("all-gather", "outer weights", gathered * outer, outer_calls),
         over_data("reduce-scatter", "outer gradients", scattered * outer, outer_calls),

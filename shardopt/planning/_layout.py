@@ -13,11 +13,12 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from shardopt.config._config import PLACEMENTS, Placement, configure, default_min_shard_elements
+from shardopt.config._config import PLACEMENTS, Placement, WireOptions, configure, default_min_shard_elements
 from shardopt.config._layout import make_layout
-from shardopt.core._block_model import BlockModel
+from shardopt.core._block_model import BLOCKS, BlockModel
 from shardopt.core._errors import calling, plural
 from shardopt.core._types import PyTree, Rules
+from shardopt.losses._sums import leaf_wire
 from shardopt.matrices._owned_update import layout_bytes
 from shardopt.mesh import spec_axes
 from shardopt.partition import (
@@ -195,6 +196,7 @@ class ElementCounts(NamedTuple):
       loss_outer: elements of the outer leaves that data can shard and the loss reads.
       largest_loss: elements of the largest leaf in `loss_outer`.
       tables: elements of the outer leaves that data shards by columns, for lookups.
+      rounded_blocks: elements among `sharded_blocks` that are gathered in 8 bits if blocks are gathered one at a time.
       expert_blocks: elements of expert leaves that the expert axis has split; data and context shard them further.
       expert_axis_size: size of the expert axis.
       data_sharded_experts: elements of expert leaves that data shards, with or without an expert axis.
@@ -208,6 +210,7 @@ class ElementCounts(NamedTuple):
     loss_outer: int
     largest_loss: int
     tables: int
+    rounded_blocks: int = 0
     expert_blocks: int = 0
     expert_axis_size: int = 1
     data_sharded_experts: int = 0
@@ -381,10 +384,17 @@ def _elements(plans: list[LeafPlan], mesh: Mesh, workload: Workload, tables: tup
         loss_outer=sum(loss_sizes),
         largest_loss=max(loss_sizes, default=0),
         tables=sum(sizes[path] for path in looked_up),
+        rounded_blocks=sum(sizes[plan.path] for plan in plans if _is_rounded(plan, workload)),
         expert_blocks=sum(sizes[plan.path] for plan in plans if plan.experts),
         expert_axis_size=mesh.shape.get("expert", 1),
         data_sharded_experts=sum(expert_sizes),
     )
+
+
+def _is_rounded(plan: LeafPlan, workload: Workload) -> bool:
+    """Return whether fsdp gathers the weight in 8 bits."""
+    rounding = workload.rounded.get(plan.path.removeprefix(f"{BLOCKS}/"))
+    return plan.stacked and leaf_wire(WireOptions(), plan.of_block(), rounding).form is not None
 
 
 def _device_bytes(tree: PyTree, specs: list[PartitionSpec], *, sizes: Mapping[str, int], tiled: bool) -> int:

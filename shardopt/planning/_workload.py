@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, cast
 
 import jax
@@ -15,6 +16,7 @@ from jax.typing import DTypeLike
 from shardopt.core._block_model import BLOCKS, BlockModel, as_block_model, call
 from shardopt.core._block_remat import Named, read_remat
 from shardopt.core._errors import calling, format_error, plural
+from shardopt.core._rounded_weight import Rounding
 from shardopt.core._types import PyTree, Rules, Weighted, leaves_with_paths
 from shardopt.mesh import analysis
 from shardopt.partition._rules import match_rules
@@ -152,6 +154,7 @@ class Workload(NamedTuple):
       tables: key paths of the outer parameters that `so.nn.embedding` reads in their shards; see `BlockModel`.
       table_ids: how many ids of a row are looked up in the tables.
       table_numbers: how many numbers these lookups return.
+      rounded: the weights of blocks that are gathered in 8 bits; see `BlockModel`.
       attention: sizes of attention, for splitting positions over context; None if nothing is known.
       experts: sizes of the experts, for an expert axis; None without experts.
     """
@@ -177,6 +180,7 @@ class Workload(NamedTuple):
     tables: tuple[str, ...] = ()
     table_ids: float = 0.0
     table_numbers: float = 0.0
+    rounded: Mapping[str, Rounding] = MappingProxyType({})
     attention: Attention | None = None
     experts: Experts | None = None
 
@@ -364,6 +368,7 @@ def trace(
         tables=blocks.tables,
         table_ids=float(sum(value.size / value.shape[-1] for value in looked_up)),
         table_numbers=float(sum(value.size for value in looked_up)),
+        rounded=blocks.rounded,
         attention=_attention(functions, batch),
         experts=_experts(functions, batch, tuple(expert_leaves)),
     )
