@@ -152,6 +152,7 @@ def apply_cached_block(
     Without a cache, positions see each other alone.
     """
     router = weights.get("router")
+    stream = stream._replace(x=layers.components_last(stream.x))
     weights = layers.cast({part: leaves for part, leaves in weights.items() if part != "router"}, config.dtype)
     attention, mlp = weights["attention"], weights["mlp"]
     normed, routers = _branch_input(config, attention, stream.x), stream.routers

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
@@ -115,6 +116,18 @@ def split_parts(x: Array, dim: int = 2) -> list[Array]:
     The gradient of a split is one concatenation. The gradient of indexing would be a sum of paddings.
     """
     return [jnp.squeeze(part, dim) for part in jnp.split(x, x.shape[dim], axis=dim)]
+
+
+def components_last(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """Return x, on TPU with the components of a token next to each other in memory.
+
+    In the backward pass XLA:TPU would have the tokens next to each other, copy the input of each block for it, and read
+    this copy more slowly: 1.7% of a step of Llama 3 8B (v5p:4x4x4, 4096 tokens a chip).
+    """
+    is_local = mesh_under_trace().shape.get(TENSOR, 1) == 1
+    if not (is_local and device_kind_or_default().startswith("TPU")):
+        return x
+    return with_layout_constraint(x, Layout((0, 1, 2)))
 
 
 def shard_positions(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
