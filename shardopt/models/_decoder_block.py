@@ -23,6 +23,7 @@ from shardopt.models._inputs import Params
 from shardopt.models._latent_attention import latent_qkv
 from shardopt.models._routers import Routers
 from shardopt.nn._attention import masked_attention
+from shardopt.nn._low_precision import gated_mlp
 from shardopt.nn._low_rank import Weight
 from shardopt.nn._order import row_length
 
@@ -341,6 +342,12 @@ def _mlp(config: DecoderConfig, weights: Params, x: Float[Array, "B T D"]) -> Fl
         hidden = nn.quantized_einsum(f"btd,d{dims}->bt{dims}", x, weights[name], precision=config.precision)
         return shard(_add_bias(hidden, weights.get(f"{name}_bias")))
 
+    if config.gated and config.fused and not config.mlp_bias:
+        by_kernels = gated_mlp(
+            x, weights["up"], weights["down"], activation=ACTIVATIONS[config.activation], precision=config.precision
+        )
+        if by_kernels is not None:
+            return by_kernels
     if config.fused and device_kind_or_default().startswith("TPU"):
         # parts in front: otherwise XLA:TPU copies the gathered weights of each block
         hidden = nn.quantized_einsum("btd,dcf->cbtf", x, weights["up"], precision=config.precision)

@@ -25,7 +25,7 @@ from shardopt.nn._kernel_tiles import LANES, product, vmem
 
 STRIP = 256
 LARGEST = eight_bits("int8")[1]
-_ROWS, _BYTES = 32, 22
+ROWS, _BYTES = 32, 22
 """Rows of a register of int8, and the bytes of VMEM for a number that is rounded: two buffers of it, and float32."""
 
 
@@ -41,6 +41,20 @@ class Sizes(NamedTuple):
     parts: int
     heads: int
     by_channel: bool
+
+
+class MatrixWeight(NamedTuple):
+    """A rounded weight of a product.
+
+    Attributes:
+      zeros: its parts, which are not read. They have its gradient.
+      numbers: the matrix.
+      scale: the factors of its channels.
+    """
+
+    zeros: tuple[Float[Array, "R S/C"], ...]
+    numbers: Int8[Array, "R S"]
+    scale: Float[Array, "1 CN"]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -108,10 +122,10 @@ def round_rows(
 
     B, H, T, W = parts[0].shape
     S = len(parts) * H * W
-    block = largest_block(T, 512, _ROWS, _BYTES * S)
+    block = largest_block(T, 512, ROWS, _BYTES * S)
     in_specs = [pl.BlockSpec((None, H, block, W), lambda b, i: (b, 0, i, 0)) for _ in parts]
     in_specs += [pl.BlockSpec((1, S), lambda b, i: (0, 0))] * (factor is not None)
-    return _call(
+    return call_kernel(
         functools.partial(_round_rows, len(parts)),
         (B, T // block),
         [*parts, *([] if factor is None else [factor])],
@@ -137,7 +151,7 @@ def _round_rows(num_parts: int, *refs: Any) -> None:
         for i, head in enumerate(heads):
             numbers[rows, i * W : (i + 1) * W] = _divided(head, scales)
 
-    _by_strips(block, _ROWS, round_strip)
+    _by_strips(block, ROWS, round_strip)
 
 
 def round_columns(
@@ -150,7 +164,7 @@ def round_columns(
     block = largest_block(W, 512, LANES, _BYTES * T)
     in_specs = [pl.BlockSpec((None, None, T, block), lambda b, h, j: (b, h, 0, j))]
     in_specs += [pl.BlockSpec((None, T, 1), lambda b, h, j: (b, 0, 0))] * (factor is not None)
-    return _call(
+    return call_kernel(
         _round_columns,
         (B, H, W // block),
         [x, *([] if factor is None else [factor])],
@@ -248,7 +262,7 @@ def forward(
         weight_spec = pl.BlockSpec((columns, K), lambda b, i, j: (j, part))
     else:
         weight_spec = pl.BlockSpec((K, columns), lambda b, i, j: (0, part * blocks + j))
-    return _call(
+    return call_kernel(
         functools.partial(_forward, int(sizes.by_channel)),
         (B, T // tile.rows, blocks),
         [x, x_scale, weight, weight_scale],
@@ -297,7 +311,7 @@ def gradient_of_tokens(
         weight_spec = pl.BlockSpec((N, columns), lambda b, i, j, c: (0, c * blocks + j))
     else:
         weight_spec = pl.BlockSpec((columns, N), lambda b, i, j, c: (j, c))
-    return _call(
+    return call_kernel(
         functools.partial(_gradient_of_tokens, int(not sizes.by_channel)),
         (B, T // tile.rows, blocks, C),
         [grad, grad_scale, weight],
@@ -362,7 +376,7 @@ def gradient_of_weight(
     else:
         factors, scale = [x, grad], grad_scale
         scale_spec = pl.BlockSpec((None, 1, tile.columns), lambda i, j, b, t: (b, 0, j))
-    return _call(
+    return call_kernel(
         _gradient_of_weight,
         (rows // tile.rows, columns // tile.columns, B, T // piece),
         [*factors, scale],
@@ -425,10 +439,10 @@ def takes(parts: int, length: int, summed: int, channels: int) -> bool:
     """Return whether the kernels take a product: sizes are multiples of 128, and whole rows and columns fit into VMEM."""
     row, column = parts * max(summed, channels), max(length, summed)
     is_whole = not (length % LANES or summed % LANES or channels % LANES)
-    return is_whole and _BYTES * max(_ROWS * row, LANES * column) <= vmem()
+    return is_whole and _BYTES * max(ROWS * row, LANES * column) <= vmem()
 
 
-def _call(
+def call_kernel(
     kernel: Any,
     grid: tuple[int, ...],
     inputs: list[Array],

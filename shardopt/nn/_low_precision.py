@@ -18,9 +18,10 @@ from shardopt.core._errors import format_error, plural
 from shardopt.core._rounded_weight import Precision, RoundedWeight, eight_bits, inverse
 from shardopt.core._types import wide_dtype
 from shardopt.mesh import device_kind_or_default, is_analysed, mesh_under_trace
-from shardopt.nn._int8_product import Sizes, int8_product, rounded_matrix, takes
+from shardopt.nn._int8_mlp import Mlp, int8_mlp
+from shardopt.nn._int8_product import MatrixWeight, Sizes, int8_product, rounded_matrix, takes
 from shardopt.nn._kernel_tiles import LANES
-from shardopt.nn._low_rank import LowRank
+from shardopt.nn._low_rank import LowRank, Weight
 from shardopt.nn._order import manual_context_axes
 from shardopt.trace._marks import ROW_MAXIMUM, marked
 
@@ -194,6 +195,15 @@ class Product(NamedTuple):
         return _without(self.weight, self.x)
 
     @property
+    def summed(self) -> str:
+        """The letters that are summed, in the order of x."""
+        return _without(self.x, self.tokens)
+
+    def sizes(self, x: tuple[int, ...], weight: tuple[int, ...]) -> dict[str, int]:
+        """Return the size of each letter, from the shapes of activations and weight."""
+        return dict(zip(self.x + self.weight, x + weight, strict=True))
+
+    @property
     def rounds_weight_gradient(self) -> bool:
         """Whether the product over tokens is rounded: a single dim of tokens may be one that devices share."""
         return len(self.tokens) > 1
@@ -311,45 +321,89 @@ def _scaled(a: Array, letters: str, rounded: Rounded) -> Array:
     return a * jnp.expand_dims(scale, [i for i, letter in enumerate(letters) if letter not in rounded.letters])
 
 
+def gated_mlp(
+    x: Float[Array, "B T D"],
+    up: Weight | RoundedWeight,
+    down: Weight | RoundedWeight,
+    *,
+    activation: Callable[[Array], Array],
+    precision: Precision | None,
+) -> Float[Array, "B T D"] | None:
+    """Return `down(activation(gate) * up)` by the kernels for TPU, with gate and up in `up` [D, 2, F]; None if they do not take it.
+
+    It equals the two products by `quantized_einsum`, but the activation is computed in float32.
+    """
+    if precision != "int8" or isinstance(up, LowRank) or isinstance(down, LowRank):
+        return None
+    hidden_shape = *x.shape[:2], up.shape[2]
+    operands = [
+        _kernel_weight(Product(*letters, precision), shape, weight)
+        for letters, shape, weight in (
+            (("btd", "dcf", "cbtf"), x.shape, up),
+            (("btf", "fd", "btd"), hidden_shape, down),
+        )
+    ]
+    if up.shape[1] != 2 or operands[0] is None or operands[1] is None:
+        return None
+    (up_sizes, up_weight), (down_sizes, down_weight) = operands
+    return int8_mlp(Mlp(activation, up_sizes, down_sizes), x[:, None], up_weight, down_weight)[:, 0]
+
+
 def _by_kernels(product: Product, x: Array, weight: Array | RoundedWeight) -> Array | None:
-    """Return the product by the kernels for TPU; None if they do not take it.
+    """Return the product by the kernels for TPU; None if they do not take it."""
+    operand = _kernel_weight(product, x.shape, weight)
+    if operand is None:
+        return None
+    kernel_sizes, operand_weight = operand
+    sizes = product.sizes(x.shape, weight.shape)
+    rows, position = (
+        math.prod(sizes[letter] for letter in letters) for letters in (product.tokens[:-1], product.tokens[-1])
+    )
+    heads = _heads(product.summed, sizes)
+    split_x = x.reshape(rows, position, heads, -1).swapaxes(1, 2)
+    y = int8_product(kernel_sizes, split_x, *operand_weight)
+    parts, channels = _parts(product)
+    y = [part.swapaxes(1, 2).reshape([sizes[letter] for letter in product.tokens + channels]) for part in y]
+    return jnp.stack(y).reshape([sizes[letter] for letter in product.out]) if parts else y[0]
+
+
+def _kernel_weight(
+    product: Product, x_shape: tuple[int, ...], weight: Array | RoundedWeight
+) -> tuple[Sizes, MatrixWeight] | None:
+    """Return the sizes and the weight of a product by the kernels for TPU; None if they do not take it.
 
     They take int8 on a TPU where each device multiplies its own whole rows and weights, in multiples of 128.
     """
     mesh, (parts, channels) = mesh_under_trace(), _parts(product)
     axis_types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     is_local = all(kind == AxisType.Manual or mesh.shape[axis] == 1 for axis, kind in axis_types)
-    rows, position, summed = product.tokens[:-1], product.tokens[-1], _without(product.x, product.tokens)
-    fits = parts + product.tokens + channels == product.out and product.tokens + summed == product.x
+    fits = parts + product.tokens + channels == product.out and product.tokens + product.summed == product.x
     if product.precision != "int8" or not device_kind_or_default().startswith("TPU") or is_analysed():
         return None
     if not (is_local and fits and product.rounds_weight_gradient) or manual_context_axes():
         return None
-    sizes = dict(zip(product.x + product.weight, x.shape + weight.shape, strict=True))
-    size = lambda letters: math.prod(sizes[letter] for letter in letters)  # noqa: E731
-    C, B, T, K, N = map(size, (parts, rows, position, summed, channels))
+    sizes = product.sizes(x_shape, weight.shape)
+    C, T, K, N = (
+        math.prod(sizes[letter] for letter in letters)
+        for letters in (parts, product.tokens[-1], product.summed, channels)
+    )
     if not takes(C, T, K, N):
         return None
+    order = product.summed + parts + channels
+    if not isinstance(weight, RoundedWeight):
+        matrix = jnp.transpose(weight, [product.weight.index(letter) for letter in order]).reshape(K, C * N)
+        rounded = rounded_matrix(jax.lax.stop_gradient(matrix))
+        return Sizes(C, _heads(channels, sizes), False), MatrixWeight(tuple(jnp.split(matrix, C, axis=1)), *rounded)
+    if product.weight != order or weight.form.rounding.parts != C:
+        return None
+    by_channel = weight.form.by_channel
+    scale = (weight.scale.T if by_channel else weight.scale).reshape(1, C * N)
+    return Sizes(C, _heads(channels, sizes), by_channel), MatrixWeight(weight.zeros, weight.numbers, scale)
 
-    def num_heads(letters: str) -> int:
-        return size(letters[:-1]) if sizes[letters[-1]] % LANES == 0 else 1
 
-    in_order = product.weight == summed + parts + channels
-    if isinstance(weight, RoundedWeight):
-        if not in_order or weight.form.rounding.parts != C:
-            return None
-        by_channel, zeros, numbers = weight.form.by_channel, weight.zeros, weight.numbers
-        scale = (weight.scale.T if by_channel else weight.scale).reshape(1, C * N)
-    else:
-        order = [product.weight.index(letter) for letter in summed + parts + channels]
-        matrix = jnp.transpose(weight, order).reshape(K, C * N)
-        by_channel, zeros = False, tuple(jnp.split(matrix, C, axis=1))
-        numbers, scale = rounded_matrix(jax.lax.stop_gradient(matrix))
-    heads_of_x = num_heads(summed)
-    split_x = x.reshape(B, T, heads_of_x, K // heads_of_x).swapaxes(1, 2)
-    y = int8_product(Sizes(C, num_heads(channels), by_channel), split_x, zeros, numbers, scale)
-    y = [part.swapaxes(1, 2).reshape([sizes[letter] for letter in product.tokens + channels]) for part in y]
-    return jnp.stack(y).reshape([sizes[letter] for letter in product.out]) if parts else y[0]
+def _heads(letters: str, sizes: dict[str, int]) -> int:
+    """Return how many heads the last of these dims has, if their widths fill registers; else 1."""
+    return math.prod(sizes[letter] for letter in letters[:-1]) if sizes[letters[-1]] % LANES == 0 else 1
 
 
 def _parts(product: Product) -> tuple[str, str]:

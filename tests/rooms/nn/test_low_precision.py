@@ -1,5 +1,6 @@
 """`so.nn.quantized_einsum`: its numbers by numpy, what it refuses, and that many devices quantise as one."""
 
+import functools
 import re
 
 import jax
@@ -16,7 +17,7 @@ from shardopt.core._rounded_weight import Precision, RoundedWeight, Rounding, fo
 from shardopt.models import _transformer as transformer
 from shardopt.models import gpt
 from shardopt.nn import _low_precision
-from shardopt.nn._low_precision import check_precision
+from shardopt.nn._low_precision import check_precision, gated_mlp
 from shardopt.planning import Transformer
 from shardopt.planning._models import RULES
 
@@ -127,6 +128,35 @@ def test_kernels_compute_the_same_numbers(name, is_rounded, monkeypatch):
     dw = given.form.weight(joined(dw.zeros)) if is_rounded else dw
     for a, b in zip((y, dx, dw), expected, strict=True):
         assert relative_difference(a, b) < 1e-5  # of a step of the 8 bits, 1e-2
+
+
+@pytest.mark.parametrize("is_rounded", [pytest.param(False, marks=pytest.mark.slow), True])  # the weights' forms differ alone
+def test_kernels_compute_the_activation_of_an_mlp(is_rounded, monkeypatch):
+    rng = np.random.default_rng(0)
+    shapes = (2, 256, 128), (128, 2, 128), (128, 128)
+    x, up, down = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+    dy = jnp.asarray(rng.normal(size=x.shape), jnp.float32)
+
+    def by_products(x, up, down):
+        gate, hidden = so.nn.quantized_einsum(SUBSCRIPTS, x, up, precision="int8")
+        return so.nn.quantized_einsum("btf,fd->btd", jax.nn.silu(gate) * hidden, down, precision="int8")
+
+    def run(function, *operands):
+        y, pull = jax.vjp(function, *operands)
+        return y, *pull(dy)
+
+    mlp = functools.partial(gated_mlp, activation=jax.nn.silu, precision="int8")
+    assert mlp(x, up, down) is None
+    expected = jax.jit(functools.partial(run, by_products))(x, up, down)
+    kernels_of(monkeypatch)
+    weights = [up, down]
+    if is_rounded:
+        weights = [rounded_weight(up, 2, Rounding("int8", parts=2)), rounded_weight(down, 0, Rounding("int8"))]
+    y, dx, *weight_gradients = jax.jit(functools.partial(run, mlp))(x, *weights)
+    if is_rounded:
+        weight_gradients = [grad.form.weight(joined(grad.zeros)) for grad in weight_gradients]
+    for a, b in zip((y, dx, *weight_gradients), expected, strict=True):
+        assert relative_difference(a, b) < 1e-4  # a number at a rounding boundary moves by one step
 
 
 @pytest.mark.fast

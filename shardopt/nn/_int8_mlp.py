@@ -1,0 +1,239 @@
+"""A gated mlp in int8 for TPU, whose activation is computed while its results are rounded.
+
+XLA fuses an elementwise function into a product in bfloat16, but not into a Pallas kernel. Between two kernels it would write
+the hidden units, and each of their gradients, to HBM, and read them again to round them.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int8
+
+from shardopt.core._rounded_weight import inverse
+from shardopt.nn._int8_product import (
+    LARGEST,
+    ROWS,
+    MatrixWeight,
+    Sizes,
+    call_kernel,
+    forward,
+    gradient_of_tokens,
+    gradient_of_weight,
+    largest_block,
+    round_columns,
+    round_rows,
+)
+from shardopt.nn._kernel_tiles import LANES
+
+Elementwise = Callable[..., Sequence[Array]]
+
+
+class Mlp(NamedTuple):
+    """What the arrays of an mlp do not tell.
+
+    Attributes:
+      activation: returns the activated gate.
+      up: of the product of gate and up, two parts.
+      down: of the product of the hidden units.
+    """
+
+    activation: Callable[[Array], Array]
+    up: Sizes
+    down: Sizes
+
+    def hidden(self, gate: Array, up: Array) -> list[Array]:
+        """Return the hidden units."""
+        return [self.activation(gate) * up]
+
+    def gradients(self, gate: Array, up: Array, grad: Array) -> list[Array]:
+        """Return the gradients of gate and up."""
+        return list(jax.vjp(lambda gate, up: self.hidden(gate, up)[0], gate, up)[1](grad))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def int8_mlp(mlp: Mlp, x: Float[Array, "B 1 T D"], up: MatrixWeight, down: MatrixWeight) -> Float[Array, "B 1 T D"]:
+    """Return `down(activation(gate(x)) * up(x))` with the products of `int8_product`; the activation is in float32.
+
+    The parts before the activation have the name "mlp_hidden", and are not recomputed where remat saves it.
+    """
+    return _with_residuals(mlp, x, up, down)[0]
+
+
+def _with_residuals(mlp: Mlp, x: Array, up: MatrixWeight, down: MatrixWeight) -> Any:
+    qx, x_scale = round_rows([x])
+    dtype = jnp.result_type(x.dtype, up.zeros[0].dtype)
+    parts = [forward(qx, x_scale, up.numbers, up.scale, mlp.up, part, dtype=dtype) for part in range(2)]
+    parts = checkpoint_name(parts, "mlp_hidden")
+    ((hidden, hidden_scale),) = round_rows_of(parts, [mlp.hidden], [None])
+    y = forward(hidden, hidden_scale, down.numbers, down.scale, mlp.down, 0, dtype=dtype)
+    likes = jnp.zeros(0, x.dtype), jnp.zeros(0, up.zeros[0].dtype), jnp.zeros(0, down.zeros[0].dtype)
+    return y, (likes, qx, x_scale, parts, up[1:], down[1:])
+
+
+def _gradients(mlp: Mlp, residuals: Any, grad: Array) -> Any:
+    (like_x, like_up, like_down), qx, x_scale, parts, (up, up_scale), (down, down_scale) = residuals
+    rows, row_scale = round_rows([grad], down_scale)
+    d_hidden = gradient_of_tokens(rows, row_scale, down, mlp.down, 1, dtype=parts[0].dtype)
+    both, functions = [*parts, d_hidden], [lambda gate, up, _: mlp.hidden(gate, up), mlp.gradients]
+    (hidden, hidden_scale), (rows, row_scale) = round_rows_of(both, functions, [None, up_scale])
+    d_down = gradient_of_weight(hidden, *round_columns(grad, hidden_scale), mlp.down, dtype=like_down.dtype)
+    dx = gradient_of_tokens(rows, row_scale, up, mlp.up, 1, dtype=like_x.dtype)
+    columns = round_columns_of(both, mlp.gradients, x_scale)
+    d_up = tuple(gradient_of_weight(qx, *rounded, mlp.up, dtype=like_up.dtype) for rounded in columns)
+    return dx, MatrixWeight(d_up, None, None), MatrixWeight((d_down,), None, None)
+
+
+int8_mlp.defvjp(_with_residuals, _gradients)
+
+_CHUNK = 512
+"""Columns, or positions, that a turn of the kernels' loops computes."""
+
+
+def round_rows_of(
+    inputs: Sequence[Float[Array, "B 1 T W"]],
+    functions: Sequence[Elementwise],
+    factors: Sequence[Float[Array, "1 S"] | None],
+) -> list[tuple[Int8[Array, "B T S"], Float[Array, "B T 1"]]]:
+    """Return the results of each function of the inputs side by side, rounded, and a scale for each token over all of them.
+
+    Args:
+      inputs: arrays of one shape.
+      functions: each is elementwise and returns its results in a list.
+      factors: for each function what its columns are multiplied by before they are rounded.
+    """
+    from jax.experimental import pallas as pl  # imported late, since the import takes long
+    from jax.experimental.pallas import tpu as pltpu
+
+    B, _, T, W = inputs[0].shape
+    widths = [_count(function, len(inputs)) * W for function in functions]
+    block = largest_block(T, 256, ROWS, 2 * (2 * len(inputs) * W + sum(widths)))
+    given = [factor for factor in factors if factor is not None]
+    by_token = lambda width: pl.BlockSpec((None, block, width), lambda b, i: (b, i, 0))  # noqa: E731
+    results = call_kernel(
+        functools.partial(_round_rows_of, tuple(functions), tuple(factor is not None for factor in factors)),
+        (B, T // block),
+        [*inputs, *given],
+        [pl.BlockSpec((None, None, block, W), lambda b, i: (b, 0, i, 0)) for _ in inputs]
+        + [pl.BlockSpec(factor.shape, lambda b, i: (0, 0)) for factor in given],
+        [spec for width in widths for spec in (by_token(width), by_token(1))],
+        [
+            jax.ShapeDtypeStruct((B, T, size), dtype)
+            for width in widths
+            for size, dtype in ((width, jnp.int8), (1, jnp.float32))
+        ],
+        scratch_shapes=[pltpu.VMEM((ROWS, width), jnp.float32) for width in widths],
+        name="round_rows_of",
+    )
+    return list(zip(results[::2], results[1::2], strict=True))
+
+
+def _round_rows_of(functions: Sequence[Elementwise], has_factor: Sequence[bool], *refs: Any) -> None:
+    from jax.experimental import pallas as pl
+
+    count, given = len(functions), sum(has_factor)
+    inputs, refs = refs[: -given - 3 * count], refs[-given - 3 * count :]
+    factors, results, wides = iter(refs[:given]), refs[given : given + 2 * count], refs[-count:]
+    factors = [next(factors) if has else None for has in has_factor]
+    block, W = inputs[0].shape
+    chunk = math.gcd(W, _CHUNK)
+
+    def round_strip(i: Any, _: None) -> None:
+        rows = pl.ds(pl.multiple_of(i * ROWS, ROWS), ROWS)
+
+        def compute(j: Any, maxima: tuple[Array, ...]) -> tuple[Array, ...]:
+            start = pl.multiple_of(j * chunk, chunk)
+            strips = [ref[rows, pl.ds(start, chunk)].astype(jnp.float32) for ref in inputs]
+            new_maxima = []
+            for function, factor, wide, maximum in zip(functions, factors, wides, maxima, strict=True):
+                for part, value in enumerate(function(*strips)):
+                    columns = pl.ds(pl.multiple_of(part * W + start, chunk), chunk)
+                    value = value if factor is None else value * factor[:, columns]
+                    wide[:, columns] = value
+                    maximum = jnp.maximum(maximum, jnp.max(jnp.abs(value), axis=1, keepdims=True))
+                new_maxima.append(maximum)
+            return tuple(new_maxima)
+
+        maxima = lax.fori_loop(0, W // chunk, compute, (jnp.zeros((ROWS, 1), jnp.float32),) * count)
+        for maximum, wide, numbers, scale in zip(maxima, wides, results[::2], results[1::2], strict=True):
+            scale[rows] = maximum / LARGEST
+            factor = inverse(maximum / LARGEST)
+
+            def divide(j: Any, _: None, wide: Any = wide, numbers: Any = numbers, factor: Array = factor) -> None:
+                columns = pl.ds(pl.multiple_of(j * chunk, chunk), chunk)
+                numbers[rows, columns] = jnp.round(wide[:, columns] * factor).astype(jnp.int8)
+
+            lax.fori_loop(0, wide.shape[1] // chunk, divide, None)
+
+    lax.fori_loop(0, block // ROWS, round_strip, None)
+
+
+def round_columns_of(
+    inputs: Sequence[Float[Array, "B 1 T W"]], function: Elementwise, factor: Float[Array, "B T 1"]
+) -> list[tuple[Int8[Array, "B T W"], Float[Array, "B 1 W"]]]:
+    """Return each result of a function of the inputs times a factor of each position, rounded, and a scale for each row and column."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    B, _, T, W = inputs[0].shape
+    count = _count(function, len(inputs))
+    by_column = lambda rows: pl.BlockSpec((None, rows, LANES), lambda b, j: (b, 0, j))  # noqa: E731
+    results = call_kernel(
+        functools.partial(_round_columns_of, function, len(inputs)),
+        (B, W // LANES),
+        [*inputs, factor],
+        [pl.BlockSpec((None, None, T, LANES), lambda b, j: (b, 0, 0, j)) for _ in inputs]
+        + [pl.BlockSpec((None, T, 1), lambda b, j: (b, 0, 0))],
+        [spec for _ in range(count) for spec in (by_column(T), by_column(1))],
+        [
+            jax.ShapeDtypeStruct((B, rows, W), dtype)
+            for _ in range(count)
+            for rows, dtype in ((T, jnp.int8), (1, jnp.float32))
+        ],
+        scratch_shapes=[pltpu.VMEM((T, LANES), jnp.float32)] * count,
+        name="round_columns_of",
+    )
+    return list(zip(results[::2], results[1::2], strict=True))
+
+
+def _round_columns_of(function: Elementwise, num_inputs: int, *refs: Any) -> None:
+    from jax.experimental import pallas as pl
+
+    inputs, factor, refs = refs[:num_inputs], refs[num_inputs], refs[num_inputs + 1 :]
+    count = len(refs) // 3
+    results, wides = refs[: 2 * count], refs[2 * count :]
+    T, columns = inputs[0].shape
+    chunk = math.gcd(T, _CHUNK)
+
+    def compute(i: Any, maxima: tuple[Array, ...]) -> tuple[Array, ...]:
+        rows = pl.ds(pl.multiple_of(i * chunk, chunk), chunk)
+        values = [value * factor[rows] for value in function(*[ref[rows].astype(jnp.float32) for ref in inputs])]
+        for value, wide in zip(values, wides, strict=True):
+            wide[rows] = value
+        return tuple(
+            jnp.maximum(maximum, jnp.max(jnp.abs(value), axis=0, keepdims=True))
+            for value, maximum in zip(values, maxima, strict=True)
+        )
+
+    maxima = lax.fori_loop(0, T // chunk, compute, (jnp.zeros((1, columns), jnp.float32),) * count)
+    factors = [inverse(maximum / LARGEST) for maximum in maxima]
+    for maximum, scale in zip(maxima, results[1::2], strict=True):
+        scale[...] = maximum / LARGEST
+
+    def divide(i: Any, _: None) -> None:
+        rows = pl.ds(pl.multiple_of(i * chunk, chunk), chunk)
+        for wide, numbers, scale_inverse in zip(wides, results[::2], factors, strict=True):
+            numbers[rows] = jnp.round(wide[rows] * scale_inverse).astype(jnp.int8)
+
+    lax.fori_loop(0, T // chunk, divide, None)
+
+
+def _count(function: Elementwise, num_inputs: int) -> int:
+    """Return how many results a function of so many arrays has."""
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+    return len(jax.eval_shape(function, *[number] * num_inputs))
