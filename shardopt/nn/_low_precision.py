@@ -39,7 +39,7 @@ def quantized_einsum(
       subscripts: of two operands, such as "btd,dhk->bthk". Dims of both operands are summed; all others are in the result.
       x: activations.
       weight: in the dtype of the product without quantisation. A weight with an adapter (`shardopt.adapters`) adds the
-        product of x and the adapter, which is not quantised.
+        product of x and the adapter, which is not quantised. A weight that `BlockModel.rounded` names is rounded already.
       precision: "int8" (TPU v5e, v5p, v6e, GPU) or "fp8" (TPU 7x; GPU from Hopper). On CPU the rounded numbers are multiplied in
         float32. None: `jnp.einsum`.
 
@@ -47,7 +47,8 @@ def quantized_einsum(
       The product, in the dtype of x and weight.
 
     Raises:
-      ValueError: if `precision` is unknown, or subscripts do not have this form.
+      ValueError: if `precision` is unknown, or subscripts do not have this form; if `BlockModel.rounded` describes
+        another product of the weight.
 
     Example:
       >>> import jax.numpy as jnp
@@ -73,7 +74,7 @@ def quantized_einsum(
     device (neither tensor nor context axes, no `view="global"`), at least one dim of rows, x as "rows, positions, summed dims",
     sizes in multiples of 128, rows and columns that fit into VMEM, and a result whose channels follow its tokens. Otherwise, on
     GPU, and for "fp8", XLA multiplies y and dx in 8 bits. It multiplies the same rounded numbers of dw in the dtype of the
-    gradients. A step of Llama 3 8B is slower in int8 than in bfloat16, by the compiler's estimates on TPU v6e.
+    gradients. `docs/notes/low_precision.md` compares a step of Llama 3 8B with its step in bfloat16.
 
     **Equivalence**: scales are of a token, a row or a channel, and no row is shared but over context, where devices take the
     maximum of all. So strategies, mesh sizes and micro-batches equal one device with the same `precision`, up to summation order. If a
@@ -82,7 +83,8 @@ def quantized_einsum(
 
     **Placement**: weights are not cast, so master weights stay in float32.
 
-    **Communication**: none over data. Over context, the maxima of g s_x are sent, 4 bytes a row and channel. If summed dims are
+    **Communication**: none over data, where fsdp gathers weights. It gathers them in 8 bits if `BlockModel.rounded` names
+    them; then each device rounds its own shards, and a channel of several devices takes the maximum of all. Over context, the maxima of g s_x are sent, 4 bytes a row and channel. If summed dims are
     sharded over tensor, maxima of tokens and channels and partial sums in 32 bits are sent. If channels are, maxima of tokens'
     gradients.
 
