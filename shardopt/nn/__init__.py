@@ -11,8 +11,8 @@ from shardopt.nn._order import positions, zigzag
 from shardopt.nn._router import RouterStatistics
 
 __all__ = [
-    "RouterStatistics",
     "Rounding",
+    "RouterStatistics",
     "attention",
     "cross_entropy",
     "embedding",
