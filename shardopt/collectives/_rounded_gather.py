@@ -34,7 +34,7 @@ def gather_rounded(
     """
     dtypes = [form.rounding.dtype or weight.dtype for weight, form in zip(weights, forms, strict=True)]
     rounded = [
-        form.round_rows(form.matrix(weight.astype(dtype)), functools.partial(jax.lax.pmax, axis_name=weight_axes))
+        form.round_rows(form.matrix(weight.astype(dtype)), functools.partial(_maximum, axes=weight_axes))
         for weight, form, dtype, weight_axes in zip(weights, forms, dtypes, axes, strict=True)
     ]
     matrices = _gather_joined([numbers for numbers, _ in rounded], axes, gather)
@@ -43,6 +43,11 @@ def gather_rounded(
         for (_, scale), form, weight_axes in zip(rounded, forms, axes, strict=True)
     ]
     return [RoundedWeight.of(*parts) for parts in zip(matrices, scales, dtypes, forms, strict=True)]
+
+
+def _maximum(largest: jax.Array, axes: MeshAxes) -> jax.Array:
+    """Return the maximum over devices; NaN becomes infinity, because XLA:CPU drops NaN, and either makes the channel NaN."""
+    return jax.lax.pmax(jnp.where(jnp.isnan(largest), jnp.inf, largest), axes)
 
 
 def _gather_joined(

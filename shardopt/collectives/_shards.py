@@ -53,7 +53,7 @@ class LeafWire(NamedTuple):
     @property
     def of_gradient(self) -> "LeafWire":
         """The wire of a gradient; the gradient of a rounded leaf is scattered by the rows of its matrix."""
-        return self if self.form is None else self._replace(dim=0, form=None)
+        return self if self.form is None else self._replace(dim=0, tensor=PartitionSpec(), form=None)
 
     def scattered(self, x: jax.Array) -> jax.Array:
         """Return a local gradient, cast to the dtype that is sent."""

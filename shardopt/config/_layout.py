@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,10 @@ from shardopt.config._compression import (
 from shardopt.config._config import StrategyConfig
 from shardopt.config._transformation import refuse_lookahead
 from shardopt.config._update_trace import trace_of_update
+from shardopt.core._arguments import is_integer
 from shardopt.core._block_model import BLOCKS, as_block_model
 from shardopt.core._errors import calling, format_error, plural
+from shardopt.core._rounded_weight import Precision, Rounding
 from shardopt.core._types import PyTree, TrainState, TreeDef, leaves_with_paths
 from shardopt.partition import COLUMNS, LeafPlan, PlanOptions, owned_by_blocks, plan_leaves, shard_axes, state_specs
 from shardopt.pipeline import Schedule
@@ -165,26 +167,45 @@ def _check_rounded(config: StrategyConfig, params: PyTree) -> None:
     """Refuse a `BlockModel.rounded` that does not fit the blocks.
 
     Raises:
-      ValueError: if a name is not a leaf of the blocks, or its rounding does not fit the leaf's shape.
+      TypeError: if it is not a mapping.
+      ValueError: if a name is not a leaf of the blocks, or its rounding does not fit the leaf.
     """
-    model = as_block_model(config.loss.loss_fn)
-    assert model is not None
     leaves = dict(leaves_with_paths(params[BLOCKS]))
-    problems = []
-    for path, rounding in model.rounded.items():
-        if path not in leaves:
-            problems.append(f"{path!r} is not a leaf of a block")
+    for model in map(as_block_model, (config.loss.loss_fn, config.loss.evaluate_fn)):
+        if model is None:
             continue
-        shape = leaves[path].shape[1:]
-        if not jnp.issubdtype(leaves[path].dtype, jnp.floating):
-            problems.append(f"{path}: {leaves[path].dtype} is not floating")
-        elif not 0 < rounding.summed < len(shape):
-            problems.append(f"{path}: shape {shape} has no dims left after summed={rounding.summed}")
-        elif rounding.parts not in (1, shape[rounding.summed]):
-            problems.append(f"{path}: shape {shape} has {shape[rounding.summed]} parts, not parts={rounding.parts}")
-    if problems:
-        fix = f"the leaves of a block are {', '.join(list(leaves)[:8])}; describe the product that reads each of them."
-        raise ValueError(format_error(config.strategy, "BlockModel.rounded does not fit the blocks.", problems, fix))
+        if not isinstance(model.rounded, Mapping):
+            problem = f"BlockModel.rounded must be a dict of key path -> so.nn.Rounding, got {model.rounded!r:.80}."
+            raise TypeError(format_error(config.strategy, problem, fix="leave it out, or name the weights."))
+        problems = [
+            f"{path}: {problem}"
+            for path, rounding in model.rounded.items()
+            if (problem := _rounding_problem(leaves.get(path), rounding))
+        ]
+        if problems:
+            fix = f"the leaves of a block are {', '.join(list(leaves)[:8])}; describe the product that reads each of them."
+            raise ValueError(
+                format_error(config.strategy, "BlockModel.rounded does not fit the blocks.", problems, fix)
+            )
+
+
+def _rounding_problem(leaf: jax.ShapeDtypeStruct | None, rounding: object) -> str:
+    """Return why a stacked leaf cannot be rounded so; empty if it can."""
+    if leaf is None:
+        return "not a leaf of a block"
+    if not isinstance(rounding, Rounding):
+        return f"{rounding!r} is not a so.nn.Rounding"
+    shape, summed = leaf.shape[1:], rounding.summed
+    if rounding.precision not in get_args(Precision):
+        return f"unknown precision {rounding.precision!r}"
+    for dtype in (leaf.dtype, rounding.dtype):
+        if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+            return f"{jnp.dtype(dtype)} is not floating"
+    if not is_integer(summed) or not 0 < summed < len(shape):
+        return f"shape {shape} has no product that sums over its first {summed!r} dims"
+    if rounding.parts not in (1, shape[summed]):
+        return f"shape {shape} has {shape[summed]} parts, not parts={rounding.parts}"
+    return ""
 
 
 def _tables(config: StrategyConfig, params: PyTree) -> tuple[str, ...]:

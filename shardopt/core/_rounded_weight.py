@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int8, Shaped
 
 from shardopt.core._errors import format_error
 from shardopt.core._types import wide_dtype
@@ -112,14 +112,14 @@ class RoundedWeight:
     """A weight in 8 bits, as the matrix of a form; a block gets it for a leaf that `BlockModel.rounded` names.
 
     Attributes:
-      numbers: the matrix.
+      numbers: the matrix, as int8; for "fp8" these are the bits, since functions that cast floats would change floats.
       scale: the factors of its channels, [1, C N], or [N, C] by channel.
       zeros: a matrix of zeros for each part, [K, N], or [N, K] by channel. No product reads them. Their gradients are the
         gradients of the weight.
       form: how the matrix is the weight.
     """
 
-    numbers: Shaped[Array, "R S"]
+    numbers: Int8[Array, "R S"]
     scale: Float[Array, "..."]
     zeros: tuple[Float[Array, "R S/C"], ...]
     form: Form = dataclasses.field(metadata={"static": True})
@@ -129,7 +129,8 @@ class RoundedWeight:
         """Return the weight of gathered numbers and scales, for products in a dtype."""
         parts = form.rounding.parts
         zeros = jnp.zeros((len(numbers), numbers.shape[1] // parts), dtype)
-        return cls(numbers, scale, (zeros,) * parts, form)
+        form = form._replace(rounding=form.rounding._replace(dtype=jnp.dtype(dtype)))
+        return cls(jax.lax.bitcast_convert_type(numbers, jnp.int8), scale, (zeros,) * parts, form)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -157,6 +158,11 @@ class RoundedWeight:
             raise TypeError(format_error("quantized_einsum", problem, fix="give its Rounding the dtype of this cast."))
         return dataclasses.replace(self, zeros=tuple(zeros.astype(dtype) for zeros in self.zeros))
 
+    @property
+    def is_intact(self) -> bool:
+        """Whether numbers and scales have the dtypes of their rounding; `jax.tree.map` with a cast changes them."""
+        return self.numbers.dtype == jnp.int8 and self.scale.dtype == wide_dtype(self.form.rounding.dtype)
+
     def __jax_array__(self) -> Array:
         """Refuse to convert the weight to an array.
 
@@ -171,7 +177,8 @@ class RoundedWeight:
         """Return the numbers in the shape of the weight, the scales in the shape of its channels, and the zeros as a weight."""
         scale = self.scale.T if self.form.by_channel else self.scale
         channels = scale.reshape(self.shape[self.form.rounding.summed :])
-        return self.form.weight(self.numbers), channels, self.form.weight(joined(self.zeros))
+        numbers = jax.lax.bitcast_convert_type(self.numbers, eight_bits(self.form.rounding.precision)[0])
+        return self.form.weight(numbers), channels, self.form.weight(joined(self.zeros))
 
 
 def joined(parts: Sequence[Array]) -> Array:

@@ -112,9 +112,14 @@ def _check_rounding(subscripts: str, weight: RoundedWeight, precision: str | Non
     """Refuse a product of a weight that was rounded for another one.
 
     Raises:
+      TypeError: if its numbers or scales were cast.
       ValueError: if the product has another precision, or sums over other dims.
     """
     rounding = weight.form.rounding
+    if not weight.is_intact:
+        problem = "the arrays within a weight that BlockModel.rounded names were cast, and it is rounded to 8 bits."
+        fix = 'cast the weight itself: give jax.tree.map is_leaf=lambda leaf: hasattr(leaf, "astype").'
+        raise TypeError(format_error("quantized_einsum", problem, fix=fix))
     x, letters, _ = parse_subscripts(subscripts)
     if precision != rounding.precision or set(letters[: rounding.summed]) != set(x) & set(letters):
         problem = (
