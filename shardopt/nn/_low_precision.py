@@ -342,6 +342,9 @@ def gated_mlp(
     """
     if precision != "int8" or isinstance(up, LowRank) or isinstance(down, LowRank):
         return None
+    for subscripts, weight in (("btd,dcf->cbtf", up), ("btf,fd->btd", down)):
+        if isinstance(weight, RoundedWeight):
+            _check_rounding(subscripts, weight, precision)
     hidden_shape = *x.shape[:2], up.shape[2]
     operands = [
         _kernel_weight(Product(*letters, precision), shape, weight)

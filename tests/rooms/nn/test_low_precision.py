@@ -129,7 +129,9 @@ def test_kernels_compute_the_same_numbers(name, is_rounded, monkeypatch):
         assert relative_difference(a, b) < 1e-5  # of a step of the 8 bits, 1e-2
 
 
-@pytest.mark.parametrize("is_rounded", [pytest.param(False, marks=pytest.mark.slow), True])  # the weights' forms differ alone
+@pytest.mark.parametrize(
+    "is_rounded", [pytest.param(False, marks=pytest.mark.slow), True]
+)  # the weights' forms differ alone
 def test_kernels_compute_the_activation_of_an_mlp(is_rounded, monkeypatch):
     rng = np.random.default_rng(0)
     shapes = (2, 256, 128), (128, 2, 128), (128, 128)
