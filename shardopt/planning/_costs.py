@@ -66,7 +66,8 @@ def traffic(placed: PlacedModel, *, batch_size: int) -> tuple[Transfer, ...]:
       per step, and so are the blocks without `regather`. Tables of `so.nn.embedding` are not gathered if the exchange of
       rows sends fewer bytes.
     - data, all placements: leaves that stay replicated are all-reduced once. Gathers are in `gather_dtype`,
-      reduce-scatters in `scatter_dtype`, all other transfers in the dtype of the parameters.
+      reduce-scatters in `scatter_dtype`, all other transfers in the dtype of the parameters. Weights that
+      `BlockModel.rounded` names are gathered in 8 bits with `regather`; their scales are not counted.
     - replica: one all-reduce, of shards if the gradients are sharded.
     - pipeline: two permutes of A per tick, and an all-reduce of the outer gradients, under ddp over data and pipeline
       at once. With several chunks per stage, permutes move blocks to the stages that run them, and gradients back.
