@@ -91,7 +91,7 @@ def all_gather(
     stored_dtypes = [leaf.dtype for leaf in leaves]
     is_inexact = [jnp.issubdtype(dtype, jnp.inexact) for dtype in stored_dtypes]
     differentiable = [i for i, wire in enumerate(wires) if is_inexact[i] and wire.trained]
-    rounded = [i for i, wire in enumerate(wires) if wire.form is not None]
+    forms = {i: wire.form for i, wire in enumerate(wires) if wire.form is not None}
 
     def cast(x: jax.Array, wire: LeafWire) -> jax.Array:
         if wire.gather_dtype is None or x.dtype == wire.gather_dtype:
@@ -102,24 +102,20 @@ def all_gather(
         del probe
         move = functools.partial(all_gather_buckets, gather=_all_gather, bucket_bytes=bucket_bytes)
         leaves = [cast(x, wire) for x, wire in zip(xs, wires, strict=True)]
-        forms, axes = [wires[i].form for i in rounded], [wires[i].axes for i in rounded]
-        weights = gather_rounded([leaves[i] for i in rounded], forms, axes, _all_gather)
         plain_wires = [wire if wire.form is None else wire._replace(dim=None) for wire in wires]
-        return replaced(_apply_where_sharded(move, leaves, plain_wires), rounded, weights)
+        gathered = _apply_where_sharded(move, leaves, plain_wires)
+        shards, axes = [leaves[i] for i in forms], [wires[i].axes for i in forms]
+        return replaced(gathered, list(forms), gather_rounded(shards, list(forms.values()), axes, _all_gather))
 
     # A derived backward pass would reduce the gradients in the dtype of the gather, so it is written out.
     def backward(_, cotangents):
         # the parts of a rounded leaf's gradient are sent one by one, since joining them would copy them
-        parts = [cotangents[i].zeros if i in rounded else (cotangents[i],) for i in differentiable]
-        local_grads = [
-            part.astype(stored_dtypes[i]) for i, parts in zip(differentiable, parts, strict=True) for part in parts
-        ]
-        part_wires = [wires[i].of_gradient for i, parts in zip(differentiable, parts, strict=True) for _ in parts]
-        part_sums = iter(reduce_scatter(local_grads, part_wires, bucket_bytes=bucket_bytes))
-        sums = [
-            wires[i].form.weight(joined([next(part_sums) for _ in parts])) if i in rounded else next(part_sums)
-            for i, parts in zip(differentiable, parts, strict=True)
-        ]
+        parts = {i: cotangents[i].zeros if i in forms else [cotangents[i]] for i in differentiable}
+        owners = [i for i in differentiable for _ in parts[i]]
+        local_grads = [part.astype(stored_dtypes[i]) for i in differentiable for part in parts[i]]
+        part_sums = reduce_scatter(local_grads, [wires[i].of_gradient for i in owners], bucket_bytes=bucket_bytes)
+        sums_of = {i: [x for x, owner in zip(part_sums, owners, strict=True) if owner == i] for i in differentiable}
+        sums = [forms[i].weight(joined(sums_of[i])) if i in forms else sums_of[i][0] for i in differentiable]
         limbs = None if probe is None else to_limbs(checksum_of(local_grads))
         return replaced([None] * len(stored_dtypes), differentiable, sums), limbs  # None is a zero cotangent
 

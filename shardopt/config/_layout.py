@@ -171,9 +171,8 @@ def _check_rounded(config: StrategyConfig, params: PyTree) -> None:
       ValueError: if a name is not a leaf of the blocks, or its rounding does not fit the leaf.
     """
     leaves = dict(leaves_with_paths(params[BLOCKS]))
-    for model in map(as_block_model, (config.loss.loss_fn, config.loss.evaluate_fn)):
-        if model is None:
-            continue
+    loss_fns = [config.loss.loss_fn, *([] if config.loss.evaluate_fn is None else [config.loss.evaluate_fn])]
+    for model in filter(None, map(as_block_model, loss_fns)):
         if not isinstance(model.rounded, Mapping):
             problem = f"BlockModel.rounded must be a dict of key path -> so.nn.Rounding, got {model.rounded!r:.80}."
             raise TypeError(format_error(config.strategy, problem, fix="leave it out, or name the weights."))

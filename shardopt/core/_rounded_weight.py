@@ -153,7 +153,9 @@ class RoundedWeight:
         Raises:
           TypeError: if a cast to the dtype before the weight was rounded would have changed its numbers.
         """
-        if jnp.promote_types(dtype, self.dtype) != dtype:
+        with jax.numpy_dtype_promotion("standard"):
+            is_wide = jnp.promote_types(dtype, self.dtype) == dtype
+        if not is_wide:
             problem = f"a weight that BlockModel.rounded names is cast to {jnp.dtype(dtype)}, and was rounded in {self.dtype}."
             raise TypeError(format_error("quantized_einsum", problem, fix="give its Rounding the dtype of this cast."))
         return dataclasses.replace(self, zeros=tuple(zeros.astype(dtype) for zeros in self.zeros))
@@ -161,7 +163,8 @@ class RoundedWeight:
     @property
     def is_intact(self) -> bool:
         """Whether numbers and scales have the dtypes of their rounding; `jax.tree.map` with a cast changes them."""
-        return self.numbers.dtype == jnp.int8 and self.scale.dtype == wide_dtype(self.form.rounding.dtype)
+        rounding = self.form.rounding
+        return self.numbers.dtype == jnp.int8 and self.scale.dtype == wide_dtype(rounding.dtype or self.dtype)
 
     def __jax_array__(self) -> Array:
         """Refuse to convert the weight to an array.

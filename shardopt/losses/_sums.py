@@ -104,8 +104,9 @@ def leaf_wire(wire: WireOptions, plan: LeafPlan, rounding: Rounding | None = Non
     is_floating = jnp.issubdtype(plan.dtype, jnp.floating)
     gather_dtype = wire.gather_dtype if plan.trainable and is_floating else None
     scatter_dtype = wire.scatter_dtype if is_floating else None
-    is_rounded = rounding is not None and plan.dim is not None and not any(plan.tensor)
-    form = form_of(tuple(plan.shape), plan.dim, rounding) if is_rounded else None
+    form = None
+    if rounding is not None and plan.dim is not None and not any(plan.tensor):
+        form = form_of(tuple(plan.shape), plan.dim, rounding)
     return LeafWire(plan.dim, plan.tensor, plan.axes, gather_dtype, scatter_dtype, plan.trainable, form)
 
 

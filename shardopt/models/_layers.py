@@ -24,12 +24,13 @@ Tree = TypeVar("Tree")
 
 def cast(tree: Tree, dtype: DTypeLike | None) -> Tree:
     """Return weights in the dtype of a model's products; None keeps the dtype of each weight. Keys stay as they are."""
+    if dtype is None:
+        return tree
 
     def cast_leaf(leaf: Array | RoundedWeight) -> Array | RoundedWeight:
         return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
-    is_leaf = lambda leaf: isinstance(leaf, RoundedWeight)  # noqa: E731
-    return tree if dtype is None else jax.tree.map(cast_leaf, tree, is_leaf=is_leaf)
+    return jax.tree.map(cast_leaf, tree, is_leaf=lambda leaf: isinstance(leaf, RoundedWeight))
 
 
 @jax.checkpoint

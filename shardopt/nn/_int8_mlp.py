@@ -86,7 +86,8 @@ def _gradients(mlp: Mlp, residuals: Any, grad: Array) -> Any:
     dx = gradient_of_tokens(rows, row_scale, up, mlp.up, 1, dtype=like_x.dtype)
     columns = round_columns_of(both, mlp.gradients, x_scale)
     d_up = tuple(gradient_of_weight(qx, *rounded, mlp.up, dtype=like_up.dtype) for rounded in columns)
-    return dx, MatrixWeight(d_up, None, None), MatrixWeight((d_down,), None, None)
+    no_gradients: Any = None, None  # of numbers and scales
+    return dx, MatrixWeight(d_up, *no_gradients), MatrixWeight((d_down,), *no_gradients)
 
 
 int8_mlp.defvjp(_with_residuals, _gradients)

@@ -214,13 +214,15 @@ class _Result(NamedTuple):
 
     @classmethod
     def of(cls, batch: int, heads: int, length: int, columns: int, tile: Tile) -> "_Result":
+        """Return the result with blocks of about a tile, and of whole heads."""
         width = columns // heads
         if heads == 1:
             return cls((batch, 1, length, width), (None, 1, *tile), tile.columns)
         count = max(tile.columns // width, 1) if tile.columns % width == 0 else 1
         return cls((batch, heads, length, width), (None, count, tile.rows, width), count * width)
 
-    def index(self, b: Any, i: Any, j: Any) -> tuple[Any, ...]:
+    def place(self, b: Any, i: Any, j: Any) -> tuple[Any, ...]:
+        """Return the indices of a block: row of the batch, rows, columns."""
         return (b, j, i, 0) if self.shape[1] > 1 else (b, 0, i, j)
 
 
@@ -272,7 +274,7 @@ def forward(
             weight_spec,
             pl.BlockSpec((1, columns), lambda b, i, j: (0, part * blocks + j)),
         ],
-        [pl.BlockSpec(result.block, result.index)],
+        [pl.BlockSpec(result.block, result.place)],
         [jax.ShapeDtypeStruct(result.shape, dtype)],
         name="int8_forward",
         flops=2 * B * T * K * N,
@@ -320,7 +322,7 @@ def gradient_of_tokens(
             pl.BlockSpec((None, tile.rows, 1), lambda b, i, j, c: (b, i, 0)),
             weight_spec,
         ],
-        [pl.BlockSpec(result.block, lambda b, i, j, c: result.index(b, i, j))],
+        [pl.BlockSpec(result.block, lambda b, i, j, c: result.place(b, i, j))],
         [jax.ShapeDtypeStruct(result.shape, dtype)],
         name="int8_gradient_of_tokens",
         flops=2 * B * T * S * K,

@@ -6,7 +6,7 @@ Scales are of one token, one channel of a weight, or one row of tokens, so many 
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple, get_args
+from typing import NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -345,18 +345,13 @@ def gated_mlp(
     for subscripts, weight in (("btd,dcf->cbtf", up), ("btf,fd->btd", down)):
         if isinstance(weight, RoundedWeight):
             _check_rounding(subscripts, weight, precision)
-    hidden_shape = *x.shape[:2], up.shape[2]
-    operands = [
-        _kernel_weight(Product(*letters, precision), shape, weight)
-        for letters, shape, weight in (
-            (("btd", "dcf", "cbtf"), x.shape, up),
-            (("btf", "fd", "btd"), hidden_shape, down),
-        )
-    ]
-    if up.shape[1] != 2 or operands[0] is None or operands[1] is None:
+    up_operand = _kernel_weight(Product("btd", "dcf", "cbtf", precision), x.shape, up)
+    down_operand = _kernel_weight(Product("btf", "fd", "btd", precision), (*x.shape[:2], up.shape[2]), down)
+    if up.shape[1] != 2 or up_operand is None or down_operand is None:
         return None
-    (up_sizes, up_weight), (down_sizes, down_weight) = operands
-    return int8_mlp(Mlp(activation, up_sizes, down_sizes), x[:, None], up_weight, down_weight)[:, 0]
+    (up_sizes, up_weight), (down_sizes, down_weight) = up_operand, down_operand
+    mlp = Mlp(activation, up_sizes, down_sizes)
+    return cast(Array, int8_mlp(mlp, x[:, None], up_weight, down_weight))[:, 0]
 
 
 def _by_kernels(product: Product, x: Array, weight: Array | RoundedWeight) -> Array | None:
@@ -364,15 +359,12 @@ def _by_kernels(product: Product, x: Array, weight: Array | RoundedWeight) -> Ar
     operand = _kernel_weight(product, x.shape, weight)
     if operand is None:
         return None
-    kernel_sizes, operand_weight = operand
-    sizes = product.sizes(x.shape, weight.shape)
-    rows, position = (
-        math.prod(sizes[letter] for letter in letters) for letters in (product.tokens[:-1], product.tokens[-1])
-    )
+    kernel_sizes, kernel_weight = operand
+    sizes, (parts, channels) = product.sizes(x.shape, weight.shape), _parts(product)
     heads = _heads(product.summed, sizes)
-    split_x = x.reshape(rows, position, heads, -1).swapaxes(1, 2)
-    y = int8_product(kernel_sizes, split_x, *operand_weight)
-    parts, channels = _parts(product)
+    width = math.prod(sizes[letter] for letter in product.summed) // heads
+    by_heads = x.reshape(-1, sizes[product.tokens[-1]], heads, width).swapaxes(1, 2)
+    y = cast(tuple[Array, ...], int8_product(kernel_sizes, by_heads, *kernel_weight))
     y = [part.swapaxes(1, 2).reshape([sizes[letter] for letter in product.tokens + channels]) for part in y]
     return jnp.stack(y).reshape([sizes[letter] for letter in product.out]) if parts else y[0]
 
