@@ -173,7 +173,7 @@ class _Leaf(NamedTuple):
 
 
 def plan_leaves(abstract_params: PyTree, mesh: Mesh, options: PlanOptions) -> PyTree:
-    """Plan every leaf: rules place tensor, and data shards the largest dim that it divides.
+    """Plan every leaf: rules place tensor, and data shards the largest dim that it divides (see `largest_divisible_dim`).
 
     For expert leaves data shards the first dim that it divides. Kernels of grouped products read expert weights [E, D, F]
     as they are stored. If the weights were gathered along F, they would be transposed before each product.
@@ -248,8 +248,22 @@ def _plan_leaf(leaf: _Leaf, mesh: Mesh, options: PlanOptions, *, experts: bool) 
 
 
 def largest_divisible_dim(shape: tuple[int, ...], size: int, taken: tuple[bool, ...]) -> int | None:
-    """Return the largest free dim divisible by an axis size (the first of equal dims), or None."""
-    return max(divisible_dims(shape, size, taken), key=lambda dim: shape[dim], default=None)
+    """Return the largest free dim divisible by an axis size (the first of equal dims), or None.
+
+    In large leaves, dims whose shards fill the tiles of TPUs come first.
+    """
+    is_large = math.prod(shape) >= _LARGE
+
+    def preference(dim: int) -> tuple[int, int]:
+        return math.gcd(shape[dim] // size, _TILE_ROWS) if is_large else 1, shape[dim]
+
+    return max(divisible_dims(shape, size, taken), key=preference, default=None)
+
+
+_LARGE, _TILE_ROWS = 2**20, 32
+"""The elements of a leaf that is large, and the rows of a tile of bytes; 2 bytes have 16 rows, and 4 bytes 8. XLA:TPU may move
+shards of other rows by all-reduces of padded buffers. With 56 rows of [14336, 4096] on each of 256 devices (v5e:16x16) this
+took 140 ms of a step of Llama 3 8B, and with 28 rows on each of 512 (v5p:8x8x8) 17 ms."""
 
 
 def divisible_dims(shape: tuple[int, ...], size: int, taken: tuple[bool, ...]) -> list[int]:

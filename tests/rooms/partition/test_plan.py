@@ -92,6 +92,20 @@ def test_the_chosen_dim_divides_and_is_the_largest(shape, size, data):
         assert shape[dim] == max(fitting)
 
 
+@pytest.mark.parametrize(
+    ("shape", "size", "dim"),
+    [
+        ((14336, 4096), 64, 0),  # 224 and 64 rows
+        ((14336, 4096), 256, 1),  # 56 rows are no tiles of 2-byte numbers
+        ((4096, 2, 14336), 512, 0),  # 8 and 28 rows
+        ((5000, 4096), 8, 1),
+        ((56, 16), 2, 0),  # small
+    ],
+)
+def test_shards_of_a_large_leaf_fill_tiles_if_they_can(shape, size, dim):
+    assert largest_divisible_dim(shape, size, (False,) * len(shape)) == dim
+
+
 STATEFUL = {
     "adam": optax.adam(1.0),
     "adafactor": optax.adafactor(1.0, min_dim_size_to_factor=4),
