@@ -1,7 +1,7 @@
 """What 8-bit products cost in loss, and what they bring by the TPU compiler's own estimates.
 
     python benchmarks/low_precision.py [--only int8]       # trains a GPT over bytes on this machine, in each precision
-    python benchmarks/low_precision.py v6e:4x4 8192 [...]  # compiles Llama 3 8B for chips, tokens a chip; needs shardopt[tpu]
+    python benchmarks/low_precision.py v6e:8x8 8192x1 [...]  # compiles Llama 3 8B, rows of 8192 tokens, 1 a chip; needs shardopt[tpu]
     python benchmarks/low_precision.py --product v6e:2x2   # compiles one product of Llama 3 8B with its gradients, for one chip
 
 The first trains the GPT of `shardopt train` (192 wide, 2 blocks) with the same data, seeds and AdamW, all but the 8 bits in float32,
@@ -50,8 +50,8 @@ def train(precision: Literal["float32", "int8", "fp8"], seed: int, steps: int) -
     return float(so.training.evaluation(opt, data.spread_batches(held_out, BATCH, HELD_OUT))(state)["val_loss"])
 
 
-def compile_llama(topology: str, length: int, precision: str | None) -> dict[str, Any]:
-    """Return what the TPU compiler expects of Llama 3 8B: seconds, GB, flops, products by the dtype of their sums."""
+def compile_llama(topology: str, length: int, rows: int, precision: str | None) -> dict[str, Any]:
+    """Return what the TPU compiler expects of Llama 3 8B with so many rows a chip: seconds, bytes, flops."""
     import jax.numpy as jnp
     import optax
 
@@ -66,7 +66,7 @@ def compile_llama(topology: str, length: int, precision: str | None) -> dict[str
     report = so.aot(
         lambda mesh: so.fsdp(optax.adamw(1e-4), mesh, model, **wire),
         shape.abstract_params(),
-        transformer.abstract_batch(shape, chips),
+        transformer.abstract_batch(shape, rows * chips),
         topology=topology,
     )
     step = report.step_seconds
@@ -75,8 +75,10 @@ def compile_llama(topology: str, length: int, precision: str | None) -> dict[str
         "exposed": step.exposed,
         "bytes": report.peak_bytes,
         "flops": report.flops,
-        "integer_products": sum("= s32[" in line and " convolution(" in line for line in report.text.splitlines()),
+        "sent": {kind: traffic.wire_bytes for kind, traffic in report.audit.by_kind().items()},
+        "kernels": sum(one.seconds for one in step.all_operations if one.basis and not one.name.startswith("splash")),
         "dearest": [one._asdict() for one in step.operations],
+        "versions": versions(),
     }
 
 
@@ -113,7 +115,7 @@ def main() -> None:
     """Train or compile."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "compile", nargs="*", help="a topology, tokens a chip, and precisions, by default bfloat16 and int8"
+        "compile", nargs="*", help="a topology, tokens of a row x rows a chip, and precisions, by default bfloat16 and int8"
     )
     parser.add_argument("--product", metavar="TOPOLOGY", help="compile one product with its gradients")
     parser.add_argument("--steps", type=int, default=200)
@@ -127,10 +129,11 @@ def main() -> None:
             keep("product", f"{options.product} {precision or 'bfloat16'}, {vmem}", row)
         return
     if options.compile:
-        topology, length, *precisions = options.compile
+        topology, tokens, *precisions = options.compile
+        length, rows = map(int, tokens.split("x"))
         for precision in precisions or ["bfloat16", "int8"]:
-            found = compile_llama(topology, int(length), None if precision == "bfloat16" else precision)
-            keep("compiled", f"llama3-8b {topology} {length} {precision}", found)
+            found = compile_llama(topology, length, rows, None if precision == "bfloat16" else precision)
+            keep("compiled", f"llama3-8b {topology} {length} x {rows} {precision}", found)
         return
     for precision in [options.only] if options.only else PRECISIONS:
         losses = [train(precision, seed, options.steps) for seed in SEEDS]
@@ -138,10 +141,10 @@ def main() -> None:
 
 
 def keep(part: str, name: str, found: dict[str, Any]) -> None:
-    """Write what came out beside what is there. The head of the file is that of the losses; a product names its own versions."""
+    """Write what came out beside what is there. The head of the file is that of the losses; what was compiled names its own versions."""
     record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"results": {"loss": {}, "compiled": {}}}
     record["results"].setdefault(part, {})[name] = found
-    if part == "product":
+    if part != "loss":
         RESULTS.write_text(json.dumps(record, indent=2) + "\n")
     else:
         write_json(__file__, record["results"], RESULTS)
