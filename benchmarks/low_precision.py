@@ -115,7 +115,9 @@ def main() -> None:
     """Train or compile."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "compile", nargs="*", help="a topology, tokens of a row x rows a chip, and precisions, by default bfloat16 and int8"
+        "compile",
+        nargs="*",
+        help="a topology, tokens of a row x rows a chip, and precisions, by default bfloat16 and int8",
     )
     parser.add_argument("--product", metavar="TOPOLOGY", help="compile one product with its gradients")
     parser.add_argument("--steps", type=int, default=200)

@@ -34,7 +34,7 @@ def gather_rounded(
     """
     dtypes = [form.rounding.dtype or weight.dtype for weight, form in zip(weights, forms, strict=True)]
     rounded = [
-        form.round_rows(form.matrix(weight.astype(dtype)), functools.partial(_maximum, axes=weight_axes))
+        form.round_rows(form.matrix(weight.astype(dtype)), functools.partial(maximum_over, axes=weight_axes))
         for weight, form, dtype, weight_axes in zip(weights, forms, dtypes, axes, strict=True)
     ]
     matrices = _gather_joined([numbers for numbers, _ in rounded], axes, gather)
@@ -45,8 +45,11 @@ def gather_rounded(
     return [RoundedWeight.of(*parts) for parts in zip(matrices, scales, dtypes, forms, strict=True)]
 
 
-def _maximum(largest: jax.Array, axes: MeshAxes) -> jax.Array:
-    """Return the maximum over devices; NaN becomes infinity, because XLA:CPU drops NaN, and either makes the channel NaN."""
+def maximum_over(largest: jax.Array, axes: MeshAxes) -> jax.Array:
+    """Return the maximum over devices for a scale; NaN becomes infinity.
+
+    XLA:CPU drops NaN in a maximum over devices. A scale of infinity makes all numbers NaN as well.
+    """
     return jax.lax.pmax(jnp.where(jnp.isnan(largest), jnp.inf, largest), axes)
 
 

@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from shardopt.collectives._rounded_gather import maximum_over
 from shardopt.core._errors import format_error, plural
 from shardopt.core._rounded_weight import Precision, RoundedWeight, eight_bits, inverse
 from shardopt.core._types import wide_dtype
@@ -300,7 +301,7 @@ def _row_maximum(a: Array, dims: tuple[int, ...]) -> Array:
     if is_analysed():
         return marked(ROW_MAXIMUM, functools.partial(_maximum, dims=dims))(a)
     axes = tuple(manual_context_axes())
-    return jax.lax.pmax(_maximum(a, dims), axes) if axes else _maximum(a, dims)
+    return maximum_over(_maximum(a, dims), axes) if axes else _maximum(a, dims)
 
 
 def _round(
