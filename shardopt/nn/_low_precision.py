@@ -331,8 +331,8 @@ def _scaled(a: Array, letters: str, rounded: Rounded) -> Array:
 
 def gated_mlp(
     x: Float[Array, "B T D"],
-    up: Weight | RoundedWeight,
-    down: Weight | RoundedWeight,
+    up: Weight,
+    down: Weight,
     *,
     activation: Callable[[Array], Array],
     precision: Precision | None,

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from shardopt.core._rounded_weight import RoundedWeight
 from shardopt.optimizers import Matrix
 
 FACTORS = ("lora_a", "lora_b")
@@ -97,8 +98,8 @@ class LowRank:
         return f"{counting}{rows}R", f"{counting}R{columns}"
 
 
-Weight = Array | LowRank
-"""A weight of a model, with or without an adapter."""
+Weight = Array | LowRank | RoundedWeight
+"""A weight of a model: an array, with an adapter, or rounded to 8 bits."""
 
 
 def as_array(weight: Any) -> Any:
