@@ -173,7 +173,7 @@ def psum_scatter(x: jax.Array, axis: MeshAxes, dim: int) -> jax.Array:
     """
     if jax.process_count() > 1 and device_kind_or_default() == "cpu":
         return _sum_by_exchange(x, axis, dim, x.dtype)
-    return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+    return _joined_to_tiles(lambda x, dim: jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True), x, dim)
 
 
 def _reduce_scatter_bits(x: jax.Array, axis: MeshAxes, dim: int) -> jax.Array:
@@ -197,7 +197,27 @@ def all_to_all(x: jax.Array, axis: MeshAxes, split: int, concat: int) -> jax.Arr
 
 
 def _all_gather(x: jax.Array, axis: MeshAxes, dim: int) -> jax.Array:
-    return _as_bits_on_cpu(lambda x: jax.lax.all_gather(x, axis, axis=dim, tiled=True), x)
+    def move(x: jax.Array, dim: int) -> jax.Array:
+        return _as_bits_on_cpu(lambda x: jax.lax.all_gather(x, axis, axis=dim, tiled=True), x)
+
+    return _joined_to_tiles(move, x, dim)
+
+
+def _joined_to_tiles(move: Callable[[jax.Array, int], jax.Array], x: jax.Array, dim: int) -> jax.Array:
+    """Apply a collective over a dim; on TPU two later dims are joined for it if they would be tiles of few rows.
+
+    XLA:TPU sends arrays in tiles of the last two dims. A weight [D, 2, F] that was gathered in tiles of 2 x 128 is copied
+    before its product, 2.1 ms a block of Llama 3 8B (v5p:8x8x8).
+    """
+    rows = x.ndim - 2
+    if dim >= rows or x.shape[rows] >= _TILE_ROWS or not (device_kind() or "").startswith("TPU"):
+        return move(x, dim)
+    moved = move(x.reshape(*x.shape[:rows], -1), dim)
+    return moved.reshape(*moved.shape[:rows], *x.shape[rows:])
+
+
+_TILE_ROWS = 8
+"""Rows of a tile on TPU."""
 
 
 def _cast_in_place(x: jax.Array, dtype: DTypeLike) -> jax.Array:

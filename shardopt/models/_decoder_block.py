@@ -14,9 +14,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from shardopt import nn
+from shardopt.collectives._per_device import TENSOR
 from shardopt.core._rounded_weight import Rounding
 from shardopt.core._types import PyTree
-from shardopt.mesh import device_kind_or_default
+from shardopt.mesh import device_kind_or_default, mesh_under_trace
 from shardopt.models import _layers as layers
 from shardopt.models._decoder_config import ACTIVATIONS, DecoderConfig
 from shardopt.models._inputs import Params
@@ -26,6 +27,8 @@ from shardopt.nn._attention import masked_attention
 from shardopt.nn._low_precision import gated_mlp
 from shardopt.nn._low_rank import Weight
 from shardopt.nn._order import row_length
+from shardopt.partition import shard_axes
+from shardopt.partition._plan import largest_divisible_dim
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -349,8 +352,7 @@ def _mlp(config: DecoderConfig, weights: Params, x: Float[Array, "B T D"]) -> Fl
         if by_kernels is not None:
             return by_kernels
     if config.fused and device_kind_or_default().startswith("TPU"):
-        # parts in front: otherwise XLA:TPU copies the gathered weights of each block
-        hidden = nn.quantized_einsum("btd,dcf->cbtf", x, weights["up"], precision=config.precision)
+        hidden = _parts_first(config, weights["up"], x)
         bias = weights.get("up_bias")
         hidden = shard(hidden if bias is None else hidden + bias[:, None, None])
         hidden = layers.split_parts(checkpoint_name(hidden, "mlp_hidden"), dim=0)
@@ -366,6 +368,17 @@ def _mlp(config: DecoderConfig, weights: Params, x: Float[Array, "B T D"]) -> Fl
 
     down = jax.checkpoint(down) if config.recompute_activation else down
     return _add_bias(down(hidden, weights["down"]), weights.get("down_bias"))
+
+
+def _parts_first(config: DecoderConfig, up: Weight, x: Float[Array, "B T D"]) -> Float[Array, "C B T F"]:
+    """Return the product with [D, C, F] in the form for which XLA:TPU does not copy the gathered weights of each block."""
+    D, C, _ = up.shape
+    mesh_sizes = {"data": 1, **mesh_under_trace().shape}
+    gathered_dim = largest_divisible_dim(up.shape, shard_axes(mesh_sizes).size, (False,) * 3)
+    is_matrix = isinstance(up, Array) and config.precision is None and mesh_sizes.get(TENSOR, 1) == 1
+    if gathered_dim == 0 and is_matrix:  # rows [C, F] of D are gathered as rows of a matrix
+        return jnp.stack(jnp.split(jnp.einsum("btd,dn->btn", x, up.reshape(D, -1)), C, axis=-1))
+    return nn.quantized_einsum("btd,dcf->cbtf", x, up, precision=config.precision)
 
 
 def _experts(
