@@ -374,10 +374,11 @@ def _parts_first(config: DecoderConfig, up: Weight, x: Float[Array, "B T D"]) ->
     """Return the product with [D, C, F] in the form for which XLA:TPU does not copy the gathered weights of each block."""
     D, C, _ = up.shape
     mesh_sizes = {"data": 1, **mesh_under_trace().shape}
-    gathered_dim = largest_divisible_dim(up.shape, shard_axes(mesh_sizes).size, (False,) * 3)
-    is_matrix = isinstance(up, Array) and config.precision is None and mesh_sizes.get(TENSOR, 1) == 1
-    if gathered_dim == 0 and is_matrix:  # rows [C, F] of D are gathered as rows of a matrix
-        return jnp.stack(jnp.split(jnp.einsum("btd,dn->btn", x, up.reshape(D, -1)), C, axis=-1))
+    is_plain = config.precision is None and mesh_sizes.get(TENSOR, 1) == 1
+    if is_plain and isinstance(up, Array):
+        sharded_dim = largest_divisible_dim(up.shape, shard_axes(mesh_sizes).size, (False,) * 3)
+        if sharded_dim == 0:  # rows [C, F] of D are gathered as rows of a matrix
+            return jnp.stack(jnp.split(jnp.einsum("btd,dn->btn", x, up.reshape(D, -1)), C, axis=-1))
     return nn.quantized_einsum("btd,dcf->cbtf", x, up, precision=config.precision)
 
 
