@@ -1,0 +1,390 @@
+"""Final schedules of the int8 kernels at Llama 3 8B's shapes: VLIW bundles, flops and bytes of each kernel, without a TPU.
+
+    python benchmarks/int8_schedules.py [--dumps FOLDER]
+
+Needs `pip install 'shardopt[tpu]'` or another libtpu. A process for each chip compiles every kernel for 8192 tokens in
+bfloat16, with the flags of `kernel_schedules.py`. A kernel takes the longest of three times:
+
+- its bundles, one a cycle. The loop over grid steps has a branch with the body of a step, in which loops over strips and
+  branches of `pl.when` stand. A loop counts with its turns, and a branch as often as it runs. Stalls are not counted.
+- its flops at the chip's peak in int8.
+- the bytes of the blocks that it copies, over the bandwidth of the memory. A block is copied when its index changes.
+
+A schedule whose loops and branches are not those of the kernel is refused. Branches that store no vector start or end
+copies, and count as if they always ran.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common import write_json
+from kernel_schedules import FLAGS, TOPOLOGIES
+
+CHIPS, TOKENS = ("v6e", "v5p"), 8192
+
+
+class Weight(NamedTuple):
+    """A weight of Llama 3 8B: its matrix, and the heads of activations and of the result."""
+
+    summed: int
+    channels: int
+    parts: int = 1
+    heads_of_x: int = 1
+    heads: int = 1
+    by_channel: bool = False
+
+
+WEIGHTS = {
+    "gate and up": Weight(4096, 14336, parts=2, by_channel=True),
+    "down": Weight(14336, 4096),
+    "q": Weight(4096, 4096, heads=32),
+    "out": Weight(4096, 4096, heads_of_x=32, by_channel=True),
+}
+FORWARD, TOKENS_GRADIENT, WEIGHT_GRADIENT = "product", "gradient of the tokens", "gradient of the weight"
+ROUND_X, ROUND_BY_TOKEN, ROUND_BY_CHANNEL = "tokens, rounded", "gradient, by token", "gradient, by channel"
+KERNELS = (FORWARD, TOKENS_GRADIENT, WEIGHT_GRADIENT, ROUND_X, ROUND_BY_TOKEN, ROUND_BY_CHANNEL)
+"""Names of what kernels compute. Gate and up share the gradient of the tokens, and their gradient that is rounded by token.
+The other kernels have one of the two."""
+ROUND_WEIGHT = "weight, rounded"
+
+
+class Call(NamedTuple):
+    """A call of a kernel.
+
+    Attributes:
+      name: the kernel.
+      grid: its grid.
+      strips: the turns of its loops over strips, in order.
+      flops: of all steps.
+      bytes: of the blocks that are copied in all steps.
+    """
+
+    name: str
+    grid: tuple[int, ...]
+    strips: tuple[int, ...]
+    flops: int
+    bytes: int
+
+
+class Part(NamedTuple):
+    """A loop or a branch in a step of a kernel, as its source says.
+
+    Attributes:
+      times: the turns of a loop, or how often a branch runs each time that the program reaches it.
+      is_loop: whether it is a loop.
+      parts: the loops and branches in it.
+    """
+
+    times: float
+    is_loop: bool = False
+    parts: "tuple[Part, ...]" = ()
+
+
+class Span(NamedTuple):
+    """A loop or a branch of a schedule: its bundles, the turns of a loop, and the spans directly in it."""
+
+    start: int
+    end: int
+    turns: int | None
+    parts: "tuple[Span, ...]" = ()
+
+    @property
+    def own(self) -> int:
+        """Return the bundles outside of `parts`."""
+        return self.end - self.start - sum(part.end - part.start for part in self.parts)
+
+
+def form_of(call: Call) -> tuple[Part, ...]:
+    """Return the loops and branches in a step of a kernel. What runs always is no branch, and a loop of one turn no loop."""
+
+    def strips(number: int, *parts: Part) -> tuple[Part, ...]:
+        turns = call.strips[number]
+        return (Part(turns, is_loop=True, parts=parts),) if turns > 1 else parts
+
+    def accumulation(count: int) -> tuple[Part, ...]:
+        return (Part(1 / count), Part(1 - 1 / count)) if count > 1 else ()
+
+    def at_the_end(count: int, *parts: Part) -> tuple[Part, ...]:
+        return (Part(1 / count, parts=parts),) if count > 1 else parts
+
+    if call.name == "int8_gradient_of_tokens":
+        count = call.grid[3]
+        return *strips(0, *accumulation(count)), *at_the_end(count, *strips(1))
+    if call.name == "int8_gradient_of_weight":
+        rows, pieces = call.grid[2:]
+        return *accumulation(pieces), *at_the_end(pieces, *accumulation(rows), *at_the_end(rows))
+    return strips(0)
+
+
+_BUNDLE = re.compile(r"^ *(?:0x)?([0-9a-f]+) *([A-Z]{2})?[ :>]*\{", re.MULTILINE)
+_BRANCH = re.compile(r"sbr\.rel \(!?(%p\w+)\) target = \$region(\d+)")
+_TARGET = re.compile(r"Start/End empty region (\d+)")
+_TURNS = re.compile(r"(%p\w+) = scmp\.ge\.s32\.totalorder %\S+, (\d+) /\* loop exit test")
+_STORE = re.compile(r"\bvst\b")
+_DELAY = 5
+"""A branch is taken so many bundles later."""
+
+
+def loop_of(text: str) -> Span:
+    """Return the loop over grid steps of a schedule, from the text of its final bundles.
+
+    The target of a forward branch is the fallthrough (`PF`) with its region. Other branches go back to the last open loop.
+
+    Raises:
+      ValueError: if a branch has another form, a loop has no test with a number, spans overlap, or there are several loops.
+    """
+    heads = list(_BUNDLE.finditer(text))
+    ends = [head.start() for head in heads[1:]] + [len(text)]
+    bundles = [(int(head[1], 16), head[2], text[head.start() : end]) for head, end in zip(heads, ends, strict=True)]
+    targets = {region: at for at, label, bundle in bundles if label == "PF" for region in _TARGET.findall(bundle)}
+    turns = {test: int(count) for *_, bundle in bundles for test, count in _TURNS.findall(bundle)}
+    stores = [at for at, _, bundle in bundles if _STORE.search(bundle)]
+    spans, starts = [], []
+    for at, label, bundle in bundles:
+        if label == "LB":
+            starts.append(at)
+        branches = _BRANCH.findall(bundle)
+        if len(branches) != bundle.count("sbr."):
+            raise ValueError(f"bundle {at} has a branch of an unknown form")
+        for test, region in branches:
+            if region in targets:
+                spans.append(Span(at + _DELAY, targets[region], None))
+            elif test in turns and starts:
+                spans.append(Span(starts.pop(), at + _DELAY, turns[test]))
+            else:
+                raise ValueError(f"the branch of bundle {at} has no target, and is not the end of a counted loop")
+    spans = [span for span in spans if span.turns or any(span.start <= at < span.end for at in stores)]
+    loops = _nested(sorted(spans, key=lambda span: (span.start, -span.end, span.turns is not None)))
+    if len(loops) != 1 or not loops[0].turns:
+        raise ValueError(f"this schedule has {len(loops)} loops over grid steps")
+    return loops[0]
+
+
+def _nested(spans: list[Span]) -> tuple[Span, ...]:
+    """Return spans, sorted by their starts, with those that they contain as their parts."""
+    nested = []
+    while spans:
+        first, *others = spans
+        inside = [span for span in others if span.start < first.end]
+        if any(span.end > first.end for span in inside):
+            raise ValueError(f"spans of bundles {first.start} to {first.end} overlap")
+        nested.append(first._replace(parts=_nested(inside)))
+        spans = others[len(inside) :]
+    return tuple(nested)
+
+
+def bundles_of(text: str, call: Call) -> tuple[float, int]:
+    """Return the bundles of a core in all its steps, and these steps, from the text of final bundles.
+
+    Raises:
+      ValueError: if the loops and branches are not those of the kernel.
+    """
+    loop = loop_of(text)
+    assert loop.turns
+    steps, form = loop.turns - 2, form_of(call)  # two more turns end the copies, and skip the branch with the body
+    if len(loop.parts) != 1 or loop.parts[0].turns or math.prod(call.grid) not in (steps, 2 * steps):
+        raise ValueError(f"{call.name}: {loop.turns} turns of {len(loop.parts)} bodies, for the grid {call.grid}")
+    body = loop.parts[0]
+    return loop.turns * loop.own + steps * (body.own + _bundles(body.parts, form, call.name)), steps
+
+
+def _bundles(spans: Sequence[Span], form: Sequence[Part], name: str) -> float:
+    kinds = [span.turns for span in spans]
+    if kinds != [part.times if part.is_loop else None for part in form]:
+        raise ValueError(f"{name}: loops and branches {kinds} are not those of {form}")
+    pairs = zip(spans, form, strict=True)
+    return sum(part.times * (span.own + _bundles(span.parts, part.parts, name)) for span, part in pairs)
+
+
+def moved_bytes(grid: tuple[int, ...], specs: list[Any], dtypes: list[Any]) -> int:
+    """Return the bytes of the blocks that are copied: one is when its index changes. Memory pads the last dim to 128."""
+    moved, last = 0, [None] * len(specs)
+    for step in itertools.product(*map(range, grid)):
+        for i, (spec, dtype) in enumerate(zip(specs, dtypes, strict=True)):
+            index = spec.index_map(*step)
+            if index != last[i]:
+                *sizes, width = (size or 1 for size in spec.block_shape)
+                moved += math.prod(sizes) * -(-width // 128) * 128 * dtype.itemsize
+                last[i] = index
+    return moved
+
+
+def programs() -> dict[str, tuple[Callable[..., Any], list[tuple[tuple[int, ...], str]]]]:
+    """Return a function for each kernel and weight, and the shapes and dtypes of its arguments."""
+    from shardopt.nn import _int8_product as kernels
+
+    T, wide = TOKENS, "bfloat16"
+    found = {}
+    for name, (K, N, C, heads_of_x, heads, by_channel) in WEIGHTS.items():
+        sizes = kernels.Sizes(C, heads, by_channel)
+        matrix, scale = ((N, C * K) if by_channel else (K, C * N), "int8"), ((1, C * N), "float32")
+        x, grad = ((1, heads_of_x, T, K // heads_of_x), wide), ((1, heads, T, N // heads), wide)
+        rounded = lambda width: ((1, T, width), "int8")
+        by_token, by_channel_scale = ((1, T, 1), "float32"), ((1, 1, N), "float32")
+        calls = {
+            FORWARD: (
+                lambda *arrays, sizes=sizes: kernels.forward(*arrays, sizes, 0, dtype=wide),
+                [rounded(K), by_token, matrix, scale],
+            ),
+            TOKENS_GRADIENT: (
+                lambda *arrays, sizes=sizes, heads=heads_of_x: kernels.gradient_of_tokens(
+                    *arrays, sizes, heads, dtype=wide
+                ),
+                [rounded(C * N), by_token, matrix],
+            ),
+            WEIGHT_GRADIENT: (
+                lambda *arrays, sizes=sizes: kernels.gradient_of_weight(*arrays, sizes, dtype=wide),
+                [rounded(K), rounded(N), by_channel_scale],
+            ),
+            ROUND_X: (lambda x: kernels.round_rows([x]), [x]),
+            ROUND_BY_TOKEN: (lambda scale, *grads: kernels.round_rows(grads, scale), [scale, *[grad] * C]),
+            ROUND_BY_CHANNEL: (kernels.round_columns, [grad, by_token]),
+        }
+        found |= {f"{kernel}, {name}": call for kernel, call in calls.items()}
+    K, N, *_ = WEIGHTS["gate and up"]
+    return found | {f"{ROUND_WEIGHT}, gate and up": (kernels.rounded_matrix, [((K, N), wide)])}
+
+
+def compile_programs(topology: str, folder: Path) -> None:
+    """Compile each program for one chip, and write its call and the final bundles of its kernel to a folder of its own."""
+    import jax
+    import jax.numpy as jnp
+
+    import shardopt as so
+    from shardopt.nn import _int8_product as kernels
+    from shardopt.planning import topology_devices
+
+    calls, strips = [], []
+    run, by_strips = kernels._call, kernels._by_strips
+
+    def recorded_call(kernel, grid, inputs, in_specs, out_specs, out_shape, *, name, flops=0, **options):
+        moved = moved_bytes(grid, [*in_specs, *out_specs], [array.dtype for array in (*inputs, *out_shape)])
+        calls.append((name, grid, flops, moved))
+        return run(kernel, grid, inputs, in_specs, out_specs, out_shape, name=name, flops=flops, **options)
+
+    def recorded_strips(size, strip, function):
+        strips.append(size // strip)
+        by_strips(size, strip, function)
+
+    kernels._call, kernels._by_strips = recorded_call, recorded_strips
+    mesh = so.make_mesh(data=1, devices=topology_devices(topology)[:1])
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    for program, (function, arguments) in programs().items():
+        calls.clear()
+        strips.clear()
+        jax.clear_caches()  # a kernel that was traced before would not tell its strips
+        shapes = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=replicated) for shape, dtype in arguments]
+        with jax.set_mesh(mesh):
+            jax.jit(lambda *arrays, function=function: function(*arrays)).lower(*shapes).compile()
+        ((name, grid, flops, moved),) = calls
+        own = folder / program
+        own.mkdir()
+        (own / "call.json").write_text(json.dumps(Call(name, grid, tuple(strips), flops, moved)._asdict()))
+        (path,) = (path for path in folder.glob(f"*-{name}.*-final_bundles.txt") if "analysis" not in path.name)
+        path.rename(own / "bundles.txt")
+        for path in folder.iterdir():
+            if path.is_file():
+                path.unlink()
+
+
+def schedules(chip: str, folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the counts of every program's kernel, compiled by a process of its own if the folder is not there."""
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        env = os.environ | {"LIBTPU_INIT_ARGS": FLAGS.format(folder=folder), "JAX_PLATFORMS": "cpu"}
+        subprocess.run([sys.executable, __file__, "--child", TOPOLOGIES[chip], folder], env=env, check=True)
+    counts = {}
+    for program in programs():
+        record = json.loads((folder / program / "call.json").read_text())
+        call = Call(**{key: tuple(value) if isinstance(value, list) else value for key, value in record.items()})
+        bundles, steps = bundles_of((folder / program / "bundles.txt").read_text(), call)
+        counts[program] = {
+            "kernel": call.name,
+            "grid": call.grid,
+            "steps of a core": steps,
+            "bundles of a core": bundles,
+            "flops": call.flops,
+            "bytes": call.bytes,
+        }
+    return counts
+
+
+def milliseconds(chip: str, counts: dict[str, Any]) -> tuple[float, float, float]:
+    """Return the times of a kernel by its bundles, by its flops and by its bytes."""
+    from shardopt.planning import HARDWARE
+    from shardopt.planning._schedule_actions import _TWICE_AS_FAST_IN_INT8
+
+    hardware = HARDWARE[chip]
+    assert chip in _TWICE_AS_FAST_IN_INT8
+    assert hardware.clock
+    times = counts["bundles of a core"] / hardware.clock, counts["flops"] / hardware.flops / 2
+    bundles, flops, moved = (1e3 * seconds for seconds in (*times, counts["bytes"] / hardware.memory_bandwidth))
+    return bundles, flops, moved
+
+
+def table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """Return a line for each kernel, weight and chip: milliseconds by bundles, flops and bytes, and the longest of them."""
+    lines = ["| chip | kernel | ms by bundles | by flops | by bytes | longest |", "|---|---|---:|---:|---:|---:|"]
+    for chip, programs in results.items():
+        for program, counts in programs.items():
+            times = milliseconds(chip, counts)
+            cells = " | ".join(f"{time:.3f}" if time else "" for time in (*times, max(times)))
+            lines.append(f"| {chip} | {program} | {cells} |")
+    return "\n".join(lines)
+
+
+def short_table(results: dict[str, dict[str, dict[str, Any]]], chip: str) -> str:
+    """Return a line for each kernel, and a column for each weight: the longest time, and the flops at peak in brackets."""
+    lines = [f"| {chip}, ms | {' | '.join(WEIGHTS)} |", "|---|" + "---:|" * len(WEIGHTS)]
+    for kernel in KERNELS:
+        cells = []
+        for weight in WEIGHTS:
+            times = milliseconds(chip, results[chip][f"{kernel}, {weight}"])
+            cells.append(f"{max(times):.2f} ({times[1]:.2f})" if times[1] else f"{max(times):.2f}")
+        lines.append(f"| {kernel} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def gate_column(results: dict[str, dict[str, dict[str, Any]]], chip: str) -> list[str]:
+    """Return the cells of the product of gate alone: the product, both gradients, the roundings, and all together.
+
+    Gate and up share the kernels for the gradients of tokens, and each has half of their time.
+    """
+
+    def longest(kernel: str) -> float:
+        return max(milliseconds(chip, results[chip][f"{kernel}, gate and up"]))
+
+    products = longest(FORWARD), longest(TOKENS_GRADIENT) / 2, longest(WEIGHT_GRADIENT)
+    grads = longest(ROUND_BY_TOKEN) / 2 + longest(ROUND_BY_CHANNEL)
+    roundings = longest(ROUND_WEIGHT), longest(ROUND_X), grads
+    cells = [f"{time:.2f}" for time in products]
+    return [*cells, ", ".join(f"{time:.2f}" for time in roundings), f"{sum(products) + sum(roundings):.2f}"]
+
+
+def main() -> None:
+    """Compile, count, store and print."""
+    if sys.argv[1:2] == ["--child"]:
+        topology, folder = sys.argv[2:]
+        compile_programs(topology, Path(folder))
+        return
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dumps", type=Path, default=Path(tempfile.gettempdir()) / "int8_schedules")
+    options = parser.parse_args()
+    results = {chip: schedules(chip, options.dumps / chip) for chip in CHIPS}
+    write_json(__file__, results)
+    print(table(results), *(short_table(results, chip) for chip in results), sep="\n\n")
+    print("\nGate alone on v6e:", *gate_column(results, "v6e"), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
