@@ -111,18 +111,14 @@ def form_of(call: Call) -> tuple[Part, ...]:
         turns = call.strips[number]
         return (Part(turns, is_loop=True, parts=parts),) if turns > 1 else parts
 
-    def accumulation(count: int) -> tuple[Part, ...]:
-        return (Part(1 / count), Part(1 - 1 / count)) if count > 1 else ()
-
-    def at_the_end(count: int, *parts: Part) -> tuple[Part, ...]:
-        return (Part(1 / count, parts=parts),) if count > 1 else parts
+    def kept(count: int, *at_the_end: Part) -> tuple[Part, ...]:
+        return (Part(1 - 1 / count), Part(1 / count, parts=at_the_end)) if count > 1 else at_the_end
 
     if call.name == "int8_gradient_of_tokens":
-        count = call.grid[3]
-        return *strips(0, *accumulation(count)), *at_the_end(count, *strips(1))
+        return strips(0, *kept(call.grid[3]))
     if call.name == "int8_gradient_of_weight":
         rows, pieces = call.grid[2:]
-        return *accumulation(pieces), *at_the_end(pieces, *accumulation(rows), *at_the_end(rows))
+        return strips(0, *kept(pieces, *kept(rows)))
     return strips(0)
 
 
@@ -265,7 +261,7 @@ def compile_programs(topology: str, folder: Path) -> None:
     from shardopt.planning import topology_devices
 
     calls, strips = [], []
-    run, by_strips = kernels._call, kernels._by_strips
+    run, by_strips = kernels.call_kernel, kernels._by_strips
 
     def recorded_call(kernel, grid, inputs, in_specs, out_specs, out_shape, *, name, flops=0, **options):
         moved = moved_bytes(grid, [*in_specs, *out_specs], [array.dtype for array in (*inputs, *out_shape)])
@@ -276,7 +272,7 @@ def compile_programs(topology: str, folder: Path) -> None:
         strips.append(size // strip)
         by_strips(size, strip, function)
 
-    kernels._call, kernels._by_strips = recorded_call, recorded_strips
+    kernels.call_kernel, kernels._by_strips = recorded_call, recorded_strips
     mesh = so.make_mesh(data=1, devices=topology_devices(topology)[:1])
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     for program, (function, arguments) in programs().items():

@@ -306,7 +306,7 @@ def gradient_of_tokens(
 
     (B, T, S), C = grad.shape, sizes.parts
     N, K = S // C, weight.size // S
-    tile = tile_of(T, K, N, largest=512)
+    tile = tile_of(T, K, N)
     result = _Result.of(B, heads, T, K, tile)
     columns, blocks = result.columns, K // result.columns
     if sizes.by_channel:
@@ -334,21 +334,22 @@ def gradient_of_tokens(
 def _gradient_of_tokens(summed: int, grad: Any, grad_scale: Any, weight: Any, out: Any, sums: Any) -> None:
     from jax.experimental import pallas as pl
 
-    part, size = pl.program_id(3), sums.shape[1]
-    strip = math.gcd(size, STRIP)
+    part, last, size = pl.program_id(3), pl.num_programs(3) - 1, sums.shape[1]
 
     def multiply_strip(columns: Any) -> None:
         factor = weight[columns] if summed else weight[:, columns]
-        _accumulate(sums.at[:, columns], product(grad[...], factor, 1, summed, jnp.int32), part == 0)
+        x = product(grad[...], factor, 1, summed, jnp.int32)
+        total = x + jnp.where(part == 0, 0, sums[:, columns])
 
-    _by_strips(size, strip, multiply_strip)
+        @pl.when(part < last)
+        def _keep() -> None:
+            sums[:, columns] = total
 
-    @pl.when(part == pl.num_programs(3) - 1)
-    def _write_block() -> None:
-        def write_strip(columns: Any) -> None:
-            _write(out, columns, (sums[:, columns].astype(jnp.float32) * grad_scale[...]).astype(out.dtype))
+        @pl.when(part == last)
+        def _write_strip() -> None:
+            _write(out, columns, (total.astype(jnp.float32) * grad_scale[...]).astype(out.dtype))
 
-        _by_strips(size, strip, write_strip)
+    _by_strips(size, math.gcd(size, STRIP), multiply_strip)
 
 
 def gradient_of_weight(
@@ -367,9 +368,9 @@ def gradient_of_weight(
     from jax.experimental.pallas import tpu as pltpu
 
     (B, T, K), N = x.shape, grad.shape[2]
-    by_channel, piece = sizes.by_channel, math.gcd(T, 4096)
-    rows, columns = (N, K) if by_channel else (K, N)
-    tile = Tile(math.gcd(rows, 512), math.gcd(columns, 2048))
+    by_channel, (rows, columns) = sizes.by_channel, (N, K) if sizes.by_channel else (K, N)
+    block, piece = (1024, 8192) if vmem() >= 96 * 2**20 else (512, 4096)  # whole rows of x need no sums in VMEM
+    tile, piece = Tile(math.gcd(rows, block), math.gcd(columns, 2048)), math.gcd(T, piece)
     row_spec = pl.BlockSpec((None, piece, tile.rows), lambda i, j, b, t: (b, t, i))
     column_spec = pl.BlockSpec((None, piece, tile.columns), lambda i, j, b, t: (b, t, j))
     if by_channel:
@@ -396,37 +397,41 @@ def _gradient_of_weight(row_factor: Any, column_factor: Any, scale: Any, out: An
     from jax.experimental import pallas as pl
 
     row, piece = pl.program_id(2), pl.program_id(3)
-    # not by strips: each would transpose the first factor again
-    _accumulate(row_sums, product(row_factor[...], column_factor[...], 0, 0, jnp.int32), piece == 0)
+    last_row, last_piece = pl.num_programs(2) - 1, pl.num_programs(3) - 1
 
-    @pl.when(piece == pl.num_programs(3) - 1)
-    def _add_row() -> None:
-        _accumulate(sums, row_sums[...].astype(jnp.float32) * scale[...], row == 0)
+    def multiply_strip(rows: Any) -> None:  # not of columns: each would transpose the first factor again
+        total = product(row_factor[:, rows], column_factor[...], 0, 0, jnp.int32)
+        total += jnp.where(piece == 0, 0, row_sums[rows])
 
-        @pl.when(row == pl.num_programs(2) - 1)
-        def _write_sums() -> None:
-            out[...] = sums[...].astype(out.dtype)
+        @pl.when(piece < last_piece)
+        def _keep() -> None:
+            row_sums[rows] = total
+
+        @pl.when(piece == last_piece)
+        def _add_row() -> None:
+            scaled = total.astype(jnp.float32) * (scale[rows] if scale.shape[1] == 1 else scale[...])
+            scaled += jnp.where(row == 0, 0, sums[rows])
+
+            @pl.when(row < last_row)
+            def _keep_row() -> None:
+                sums[rows] = scaled
+
+            @pl.when(row == last_row)
+            def _write_strip() -> None:
+                out[rows] = scaled.astype(out.dtype)
+
+    _by_strips(out.shape[0], math.gcd(out.shape[0], STRIP), multiply_strip)
 
 
-def _accumulate(sums: Any, x: Array, first: Array) -> None:
-    from jax.experimental import pallas as pl
+def tile_of(rows: int, columns: int, summed: int) -> Tile:
+    """Return the tile of a result that fits and reads its operands least often.
 
-    @pl.when(first)
-    def _begin() -> None:
-        sums[...] = x
-
-    @pl.when(jnp.logical_not(first))
-    def _add() -> None:
-        sums[...] += x
-
-
-def tile_of(rows: int, columns: int, summed: int, largest: int = 1024) -> Tile:
-    """Return the largest tile of a result that fits: two buffers of its operands, and its sums, take two thirds of VMEM."""
-    for block in (size for size in (1024, 512, 256, LANES) if size <= largest):
-        tile = Tile(math.gcd(rows, largest), math.gcd(columns, block))
-        if 2 * summed * sum(tile) + 12 * tile.rows * tile.columns <= vmem() * 2 // 3:
-            return tile
-    return Tile(math.gcd(rows, LANES), math.gcd(columns, LANES))
+    Two buffers of the operands, and sums, take three quarters of VMEM.
+    """
+    sizes = (1024, 512, 256, LANES)
+    tiles = [Tile(math.gcd(rows, a), math.gcd(columns, b)) for a in sizes for b in sizes]
+    fits = [tile for tile in tiles if 2 * summed * sum(tile) + 12 * math.prod(tile) <= vmem() * 3 // 4]
+    return max(fits or tiles[-1:], key=lambda tile: math.prod(tile) / sum(tile))
 
 
 def largest_block(size: int, largest: int, smallest: int, bytes_per_index: int) -> int:
