@@ -171,6 +171,21 @@ def test_losses_in_8_bits():
     assert f"int8: {mean:.3f} nats, with a standard error of {error:.3f}," in page("benchmarks.md")
 
 
+def test_steps_in_8_bits():
+    compiled, text = results("low_precision")["compiled"], page("notes/low_precision.md")
+    ratios = []
+    for tokens in ("8192 x 1", "2048 x 4"):
+        plain, rounded = (compiled[f"llama3-8b v6e:8x8 {tokens} {precision}"] for precision in ("bfloat16", "int8"))
+        ratios.append(rounded["seconds"] / plain["seconds"])
+        milliseconds = plain["seconds"] * 1e3, rounded["seconds"] * 1e3
+        assert f"| {tokens} | {milliseconds[0]:.0f} | {milliseconds[1]:.0f} | {ratios[-1]:.2f} |" in text
+    gathered = (row["sent"]["all-gather"] / 1e9 for row in (rounded, plain))
+    assert "send {:.1f} GB, and {:.1f} in bfloat16".format(*gathered) in text
+    claim = f"{min(ratios):.2f} to {max(ratios):.2f} of the time"
+    assert f"{claim} in bfloat16" in page("models.md")
+    assert f"{claim} of bfloat16, compiled for v6e" in page("benchmarks.md")
+
+
 def test_work_of_pipelines():
     found = results("pipeline")
     told = rows("notes/pipelines.md", "work of a step over no pipeline's")
