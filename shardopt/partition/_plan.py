@@ -250,20 +250,22 @@ def _plan_leaf(leaf: _Leaf, mesh: Mesh, options: PlanOptions, *, experts: bool) 
 def largest_divisible_dim(shape: tuple[int, ...], size: int, taken: tuple[bool, ...]) -> int | None:
     """Return the largest free dim divisible by an axis size (the first of equal dims), or None.
 
-    In large leaves, dims whose shards fill the tiles of TPUs come first.
+    In large leaves, dims whose shards fill the tiles of TPUs come first, and next those that fill parts of them.
     """
     is_large = math.prod(shape) >= _LARGE
 
     def preference(dim: int) -> tuple[int, int]:
-        return math.gcd(shape[dim] // size, _TILE_ROWS) if is_large else 1, shape[dim]
+        rows = shape[dim] // size
+        fills_tiles = -rows % _TILE_ROWS <= rows * _MOST_PADDING
+        return _TILE_ROWS if fills_tiles or not is_large else math.gcd(rows, _TILE_ROWS), shape[dim]
 
     return max(divisible_dims(shape, size, taken), key=preference, default=None)
 
 
-_LARGE, _TILE_ROWS = 2**20, 32
-"""The elements of a leaf that is large, and the rows of a tile of bytes; 2 bytes have 16 rows, and 4 bytes 8. XLA:TPU may move
-shards of other rows by all-reduces of padded buffers. With 56 rows of [14336, 4096] on each of 256 devices (v5e:16x16) this
-took 140 ms of a step of Llama 3 8B, and with 28 rows on each of 512 (v5p:8x8x8) 17 ms."""
+_LARGE, _TILE_ROWS, _MOST_PADDING = 2**20, 16, 0.05
+"""The elements of a leaf that is large, the rows of a tile of 2-byte numbers, and the part of them that may be padding. XLA:TPU
+copies other shards before it sends them, or sends all-reduces of padded buffers. 56 rows of [28672, 8192] on each of 512
+devices (v5p:8x8x8) took 500 ms of a step of Llama 3 70B, and 28 rows of [14336, 4096] took 70 ms of 8B."""
 
 
 def divisible_dims(shape: tuple[int, ...], size: int, taken: tuple[bool, ...]) -> list[int]:

@@ -96,10 +96,10 @@ def test_the_chosen_dim_divides_and_is_the_largest(shape, size, data):
     ("shape", "size", "dim"),
     [
         ((14336, 4096), 64, 0),  # 224 and 64 rows
-        ((14336, 4096), 256, 1),  # 56 rows are no tiles of 2-byte numbers
+        ((14336, 4096), 256, 1),  # 56 rows are 3.5 tiles of 2-byte numbers, and 16 are one
         ((4096, 2, 14336), 512, 0),  # 8 and 28 rows
-        ((5000, 4096), 8, 1),
-        ((56, 16), 2, 0),  # small
+        ((128256, 4096), 64, 0),  # 2004 rows need few more
+        ((56, 32), 2, 0),  # small
     ],
 )
 def test_shards_of_a_large_leaf_fill_tiles_if_they_can(shape, size, dim):
