@@ -36,46 +36,16 @@ def all_gather_buckets(
     A bucket has at most `bucket_bytes` unsharded bytes.
     """
     num_shards = jax.lax.axis_size(axis)
-    if device_kind() == "TPU v5 lite" and num_shards >= _MANY_CHIPS:
-        rows = [i for i, dim in enumerate(dims) if dim == 0 and xs[i].ndim > 1]
-        matrices = gather_matrices([xs[i].reshape(len(xs[i]), -1) for i in rows], [axis] * len(rows), gather)
-        whole = [matrix.reshape(-1, *xs[i].shape[1:]) for matrix, i in zip(matrices, rows, strict=True)]
-        others = [gather(x, axis, dim) for i, (x, dim) in enumerate(zip(xs, dims, strict=True)) if i not in rows]
-        return replaced(replaced(xs, [i for i in range(len(xs)) if i not in rows], others), rows, whole)
 
     def gather_bucket(bucket: list[jax.Array], dims: list[int]) -> list[jax.Array]:
         rows = gather(_flatten_rows([x[None] for x in bucket]), axis, 0)  # [n, all elements]
-        parts = jnp.split(rows, _split_points([x.size for x in bucket]), axis=1)
+        parts = jnp.split(rows, split_points([x.size for x in bucket]), axis=1)
         return [
             _join_shards(part.reshape(num_shards, *x.shape), dim)
             for part, x, dim in zip(parts, bucket, dims, strict=True)
         ]
 
     return _move_in_buckets(xs, dims, bucket_bytes // num_shards, lambda x, dim: gather(x, axis, dim), gather_bucket)
-
-
-def gather_matrices(
-    shards: Sequence[jax.Array], axes: Sequence[MeshAxes], gather: Callable[[jax.Array, MeshAxes, int], jax.Array]
-) -> list[jax.Array]:
-    """Return matrices, all-gathered from shards of their rows; small ones with as many rows are joined while they are sent."""
-    bundles: dict[Hashable, list[int]] = {}
-    for i, shard in enumerate(shards):
-        is_small = shard.nbytes * jax.lax.axis_size(axes[i]) <= _SMALL_MATRIX
-        bundles.setdefault((len(shard), shard.dtype, axes[i]) if is_small else i, []).append(i)
-    matrices = list(shards)
-    for bundle in bundles.values():
-        members = [shards[i] for i in bundle]
-        matrix = gather(jnp.concatenate(members, axis=1), axes[bundle[0]], 0)
-        parts = jnp.split(matrix, _split_points([shard.shape[1] for shard in members]), axis=1)
-        matrices = replaced(matrices, bundle, parts)
-    return matrices
-
-
-_SMALL_MATRIX = 2**25
-"""Bytes of a gathered matrix that is small. XLA:TPU may send a gather of 16 MB as an all-reduce of zeros and a shard. It takes
-2.3 ms on v5e:16x16, where a gather of 33 MB takes 0.3, and a pass over the gathered matrix on v6e:8x8."""
-_MANY_CHIPS = 64
-"""On 16 chips of v5e XLA gathers such matrices as matrices. Chips with a SparseCore send them while they compute."""
 
 
 def reduce_scatter_buckets(
@@ -92,7 +62,7 @@ def reduce_scatter_buckets(
     def scatter_bucket(bucket: list[jax.Array], dims: list[int]) -> list[jax.Array]:
         all_shard_rows = [shards_of(x, dim, num_shards) for x, dim in zip(bucket, dims, strict=True)]
         sums = scatter(_flatten_rows(all_shard_rows), axis, 0)  # [1, all elements of a shard]
-        parts = jnp.split(sums, _split_points([shard_rows[0].size for shard_rows in all_shard_rows]), axis=1)
+        parts = jnp.split(sums, split_points([shard_rows[0].size for shard_rows in all_shard_rows]), axis=1)
         return [part.reshape(shard_rows.shape[1:]) for part, shard_rows in zip(parts, all_shard_rows, strict=True)]
 
     return _move_in_buckets(xs, dims, bucket_bytes, lambda x, dim: scatter(x, axis, dim), scatter_bucket)
@@ -107,7 +77,7 @@ def all_reduce_buckets(xs: Sequence[jax.Array], axes: tuple[str, ...]) -> list[j
 
     def reduce_bucket(bucket: list[jax.Array], _: Sequence[int]) -> list[jax.Array]:
         sums = jax.lax.psum(_flatten_rows([x[None] for x in bucket])[0], axes)
-        parts = jnp.split(sums, _split_points([x.size for x in bucket]))
+        parts = jnp.split(sums, split_points([x.size for x in bucket]))
         return [part.reshape(x.shape) for part, x in zip(parts, bucket, strict=True)]
 
     limit = BUCKET_BYTES if jax.process_count() > 1 else 0
@@ -179,7 +149,8 @@ def _flatten_rows(rows: Sequence[jax.Array]) -> jax.Array:
     return jnp.concatenate([x.reshape(x.shape[0], -1) for x in rows], axis=1)
 
 
-def _split_points(sizes: Sequence[int]) -> list[int]:
+def split_points(sizes: Sequence[int]) -> list[int]:
+    """Return where parts of these sizes begin, but the first."""
     return [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
 
 

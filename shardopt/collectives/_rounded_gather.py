@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from shardopt.collectives._buckets import MeshAxes, gather_matrices
+from shardopt.collectives._buckets import MeshAxes
+from shardopt.collectives._tiles import gather_matrices
 from shardopt.core._rounded_weight import Form, RoundedWeight
 
 

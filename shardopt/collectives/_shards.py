@@ -2,11 +2,10 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from shardopt.collectives._buckets import (
@@ -18,51 +17,12 @@ from shardopt.collectives._buckets import (
 )
 from shardopt.collectives._per_device import shard_by_shard
 from shardopt.collectives._rounded_gather import gather_rounded
+from shardopt.collectives._tiles import gather_joined, is_tpu, joined_to_tiles, joins_small_matrices
+from shardopt.collectives._wire import LeafWire
 from shardopt.core._checksum import checksum_of, to_limbs
-from shardopt.core._rounded_weight import Form, joined
+from shardopt.core._rounded_weight import joined
 from shardopt.core._types import replaced
 from shardopt.mesh import device_kind, device_kind_or_default
-
-
-class LeafWire(NamedTuple):
-    """How a leaf travels between devices.
-
-    Attributes:
-      dim: the dim that is sharded, or None: the leaf is replicated, and is not sent.
-      tensor: how the leaf is sharded over the tensor axis; this does not change.
-      axes: the mesh axis that shards the leaf, or several axes that act as one.
-      gather_dtype: the dtype that the leaf is cast to before it is all-gathered, or None to keep its own.
-      scatter_dtype: the dtype that its gradient is cast to before it is reduce-scattered, or None to keep its own.
-      trained: whether the leaf has a gradient. A bucket would send the zeros of a frozen leaf.
-      form: how the leaf is rounded to 8 bits before it is all-gathered, as a matrix; None does not round it.
-    """
-
-    dim: int | None
-    tensor: PartitionSpec
-    axes: MeshAxes
-    gather_dtype: DTypeLike | None = None
-    scatter_dtype: DTypeLike | None = None
-    trained: bool = True
-    form: Form | None = None
-
-    def stacked(self, num_dims: int) -> "LeafWire":
-        """Return the wire of such leaves stacked along new first dims."""
-        dim = None if self.dim is None else self.dim + num_dims
-        return self._replace(dim=dim, tensor=PartitionSpec(*[None] * num_dims, *self.tensor))
-
-    @property
-    def of_gradient(self) -> "LeafWire":
-        """The wire of a gradient; the gradient of a rounded leaf is scattered by the rows of its matrix."""
-        return self if self.form is None else self._replace(dim=0, tensor=PartitionSpec(), form=None)
-
-    def scattered(self, x: jax.Array) -> jax.Array:
-        """Return a local gradient, cast to the dtype that is sent."""
-        return x if self.dim is None or self.scatter_dtype is None else x.astype(self.scatter_dtype)
-
-    def sends_bits(self, x: jax.Array) -> bool:
-        """Return whether a gradient that was cast is sent as bits, because XLA:CPU would send it as fp32."""
-        is_cast = self.dim is not None and self.scatter_dtype is not None
-        return is_cast and x.dtype.itemsize == 2 and device_kind() == "cpu"
 
 
 def all_gather(
@@ -100,9 +60,14 @@ def all_gather(
 
     def forward(xs, probe):
         del probe
-        move = functools.partial(all_gather_buckets, gather=_all_gather, bucket_bytes=bucket_bytes)
         leaves = [cast(x, wire) for x, wire in zip(xs, wires, strict=True)]
         plain_wires = [wire if wire.form is None else wire._replace(dim=None) for wire in wires]
+
+        def move(xs: list[jax.Array], dims: list[int], axes: MeshAxes) -> list[jax.Array]:
+            if joins_small_matrices(axes):
+                return gather_joined(xs, dims, axes, _all_gather)
+            return all_gather_buckets(xs, dims, axes, _all_gather, bucket_bytes=bucket_bytes)
+
         gathered = _apply_where_sharded(move, leaves, plain_wires)
         shards, axes = [leaves[i] for i in forms], [wires[i].axes for i in forms]
         return replaced(gathered, list(forms), gather_rounded(shards, list(forms.values()), axes, _all_gather))
@@ -173,7 +138,11 @@ def psum_scatter(x: jax.Array, axis: MeshAxes, dim: int) -> jax.Array:
     """
     if jax.process_count() > 1 and device_kind_or_default() == "cpu":
         return _sum_by_exchange(x, axis, dim, x.dtype)
-    return _joined_to_tiles(lambda x, dim: jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True), x, dim)
+
+    def move(x: jax.Array, dim: int) -> jax.Array:
+        return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+
+    return joined_to_tiles(move, x, dim) if is_tpu() else move(x, dim)
 
 
 def _reduce_scatter_bits(x: jax.Array, axis: MeshAxes, dim: int) -> jax.Array:
@@ -200,24 +169,7 @@ def _all_gather(x: jax.Array, axis: MeshAxes, dim: int) -> jax.Array:
     def move(x: jax.Array, dim: int) -> jax.Array:
         return _as_bits_on_cpu(lambda x: jax.lax.all_gather(x, axis, axis=dim, tiled=True), x)
 
-    return _joined_to_tiles(move, x, dim)
-
-
-def _joined_to_tiles(move: Callable[[jax.Array, int], jax.Array], x: jax.Array, dim: int) -> jax.Array:
-    """Apply a collective over a dim; on TPU two later dims are joined for it if they would be tiles of few rows.
-
-    XLA:TPU sends arrays in tiles of the last two dims. A weight [D, 2, F] that was gathered in tiles of 2 x 128 is copied
-    before its product, 2.1 ms a block of Llama 3 8B (v5p:8x8x8).
-    """
-    rows = x.ndim - 2
-    if dim >= rows or x.shape[rows] >= _TILE_ROWS or not (device_kind() or "").startswith("TPU"):
-        return move(x, dim)
-    moved = move(x.reshape(*x.shape[:rows], -1), dim)
-    return moved.reshape(*moved.shape[:rows], *x.shape[rows:])
-
-
-_TILE_ROWS = 8
-"""Rows of a tile on TPU."""
+    return joined_to_tiles(move, x, dim) if is_tpu() else move(x, dim)
 
 
 def _cast_in_place(x: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -227,7 +179,7 @@ def _cast_in_place(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     the whole step. No XLA pass moves a rounding (`reduce_precision`), so rounding here fixes the place of the cast.
     """
     half = x.dtype == jnp.float32 and dtype == jnp.bfloat16
-    if half and (device_kind() or "").startswith("TPU"):
+    if half and is_tpu():
         x = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
     return x if x.dtype == dtype else x.astype(dtype)
 
