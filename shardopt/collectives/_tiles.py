@@ -1,4 +1,4 @@
-"""Forms in which TPUs gather and scatter arrays without copies: whole tiles of rows, and matrices that are not small."""
+"""How TPUs gather and scatter arrays without copies: in whole tiles of rows, and small matrices together."""
 
 from collections.abc import Callable, Hashable, Sequence
 

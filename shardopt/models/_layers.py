@@ -122,8 +122,8 @@ def split_parts(x: Array, dim: int = 2) -> list[Array]:
 def components_last(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     """Return x, on TPU with the components of a token next to each other in memory.
 
-    In the backward pass XLA:TPU would have the tokens next to each other, copy the input of each block for it, and read
-    this copy more slowly: 1.7% of a step of Llama 3 8B (v5p:4x4x4, 4096 tokens a chip).
+    XLA:TPU would store tokens next to each other in the backward pass. It would copy the input of each block, and read the
+    copy more slowly. This took 1.7% of a step of Llama 3 8B (v5p:4x4x4, 4096 tokens a chip).
     """
     is_local = mesh_under_trace().shape.get(TENSOR, 1) == 1
     if not (is_local and device_kind_or_default().startswith("TPU")):

@@ -35,7 +35,7 @@ Elementwise = Callable[..., Sequence[Array]]
 
 
 class Mlp(NamedTuple):
-    """What the arrays of an mlp do not tell.
+    """The static part of an mlp.
 
     Attributes:
       activation: returns the activated gate.
@@ -114,14 +114,14 @@ def round_rows_of(
     B, _, T, W = inputs[0].shape
     widths = [_count(function, len(inputs)) * W for function in functions]
     block = largest_block(T, 256, ROWS, 2 * (2 * len(inputs) * W + sum(widths)))
-    given = [factor for factor in factors if factor is not None]
+    used_factors = [factor for factor in factors if factor is not None]
     by_token = lambda width: pl.BlockSpec((None, block, width), lambda b, i: (b, i, 0))  # noqa: E731
     results = call_kernel(
         functools.partial(_round_rows_of, tuple(functions), tuple(factor is not None for factor in factors)),
         (B, T // block),
-        [*inputs, *given],
+        [*inputs, *used_factors],
         [pl.BlockSpec((None, None, block, W), lambda b, i: (b, 0, i, 0)) for _ in inputs]
-        + [pl.BlockSpec(factor.shape, lambda b, i: (0, 0)) for factor in given],
+        + [pl.BlockSpec(factor.shape, lambda b, i: (0, 0)) for factor in used_factors],
         [spec for width in widths for spec in (by_token(width), by_token(1))],
         [
             jax.ShapeDtypeStruct((B, T, size), dtype)
@@ -137,9 +137,9 @@ def round_rows_of(
 def _round_rows_of(functions: Sequence[Elementwise], has_factor: Sequence[bool], *refs: Any) -> None:
     from jax.experimental import pallas as pl
 
-    count, given = len(functions), sum(has_factor)
-    inputs, refs = refs[: -given - 3 * count], refs[-given - 3 * count :]
-    factors, results, wides = iter(refs[:given]), refs[given : given + 2 * count], refs[-count:]
+    count, used_factors = len(functions), sum(has_factor)
+    inputs, refs = refs[: -used_factors - 3 * count], refs[-used_factors - 3 * count :]
+    factors, results, wides = iter(refs[:used_factors]), refs[used_factors : used_factors + 2 * count], refs[-count:]
     factors = [next(factors) if has else None for has in has_factor]
     block, W = inputs[0].shape
     chunk = math.gcd(W, _CHUNK)

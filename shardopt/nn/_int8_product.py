@@ -30,7 +30,7 @@ ROWS, _BYTES = 32, 22
 
 
 class Sizes(NamedTuple):
-    """What the arrays of a product do not tell.
+    """The static part of a product.
 
     Attributes:
       parts: C.
@@ -204,7 +204,7 @@ class _Result(NamedTuple):
 
     Attributes:
       shape: the array.
-      block: the shape of a block: rows are positions, and columns are components of a head or those of whole heads.
+      block: the shape of a block. Rows are positions. Columns are components of one head, or of several whole heads.
       columns: the columns of a block.
     """
 

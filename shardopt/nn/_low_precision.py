@@ -237,7 +237,7 @@ def _forward(product: Product, x: Array, weight: Array) -> tuple[Array, tuple[Ar
 
 
 def _multiply_rounded(product: Product, x: Array, dtype: DTypeLike, weight: Rounded) -> tuple[Array, tuple[Array, ...]]:
-    """Return the product with a rounded weight, and what the gradients need."""
+    """Return the product with a rounded weight, and the residuals of its gradients."""
     rounded_x = _round(x, product.x, product.tokens, _dtypes(product.precision)[0])
     y = _multiply(rounded_x, product.x, weight, product.weight, product.out)
     y = _scaled(_scaled(y, product.out, rounded_x), product.out, weight)

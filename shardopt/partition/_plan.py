@@ -250,7 +250,7 @@ def _plan_leaf(leaf: _Leaf, mesh: Mesh, options: PlanOptions, *, experts: bool) 
 def largest_divisible_dim(shape: tuple[int, ...], size: int, taken: tuple[bool, ...]) -> int | None:
     """Return the largest free dim divisible by an axis size (the first of equal dims), or None.
 
-    In large leaves, dims whose shards fill the tiles of TPUs come first, and next those that fill parts of them.
+    In large leaves, dims come first whose shards fill the tiles of TPUs, and next the dims whose shards fill parts of tiles.
     """
     is_large = math.prod(shape) >= _LARGE
 
