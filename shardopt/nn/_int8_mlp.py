@@ -137,9 +137,9 @@ def round_rows_of(
 def _round_rows_of(functions: Sequence[Elementwise], has_factor: Sequence[bool], *refs: Any) -> None:
     from jax.experimental import pallas as pl
 
-    count, used_factors = len(functions), sum(has_factor)
-    inputs, refs = refs[: -used_factors - 3 * count], refs[-used_factors - 3 * count :]
-    factors, results, wides = iter(refs[:used_factors]), refs[used_factors : used_factors + 2 * count], refs[-count:]
+    count, num_factors = len(functions), sum(has_factor)
+    inputs, refs = refs[: -num_factors - 3 * count], refs[-num_factors - 3 * count :]
+    factors, results, wides = iter(refs[:num_factors]), refs[num_factors : num_factors + 2 * count], refs[-count:]
     factors = [next(factors) if has else None for has in has_factor]
     block, W = inputs[0].shape
     chunk = math.gcd(W, _CHUNK)
