@@ -367,8 +367,7 @@ def table(results: dict[str, Any]) -> str:
                 stated = f"{program['seconds'] * 1e3:.0f} ({program['exposed'] * 1e3:.0f})"
                 cells.append(f"{stated}, {scheduled}, {peak(program) / 1e9:.1f}")
                 count = len(programs.get("tried", {}).get(who, {}))
-                best = f"{Choice(**program['choice'])}; best of {count}" if "choice" in program else OLD[who]
-                cells.append(best)
+                cells.append(f"{Choice(**program['choice'])}; best of {count}")
             else:
                 cells += [program.get("error", "")[:60], ""]
         ours = programs.get("shardopt", {})
@@ -377,10 +376,6 @@ def table(results: dict[str, Any]) -> str:
         ]
         lines.append("| " + " | ".join([*cells, *ratios, ours.get("libtpu", "0.0.52"), ours.get("commit", "")]) + " |")
     return "\n".join(lines)
-
-
-OLD = {"shardopt": "old: tuned", "maxtext": "old: llama3.1, defaults"}
-"""The choice of programs of the old comparison, in which MaxText had a more expensive model and no choice."""
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -407,8 +402,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
             words = f" {one['seconds'] * 1e3:.0f} ms, {peak(one) / 1e9:.1f} GB"
             axes.text(one["seconds"] / longest, y, words, va="center", fontsize=7, color=grey)
         ticks.append(place)
-        is_old = any("choice" not in found[who] for who in present)
-        labels.append(name.replace(" ", "\n", 1) + "\nold comparison" * is_old)
+        labels.append(name.replace(" ", "\n", 1))
     axes.barh([0], [0], color=light, label="waits for other chips")
     axes.set_yticks(ticks, labels, fontsize=8)
     axes.invert_yaxis()

@@ -69,14 +69,14 @@ def test_the_claim_is_one_over_the_other(script):
     ours = program(0.9, 6) | {"commit": "abc1234", "scheduled": 1.2, "choice": script.Choice(fused=True)._asdict()}
     programs = {
         "shardopt": ours,
-        "maxtext": program(1.0, 5) | {"scheduled": 1.5},
-        "tried": {"shardopt": {"a": 1, "b": 2}},
+        "maxtext": program(1.0, 5) | {"scheduled": 1.5, "choice": script.Choice()._asdict()},
+        "tried": {"shardopt": {"a": 1, "b": 2}, "maxtext": {"a": 1}},
     }
     claim = {"ratio": 0.9, "memory_ratio": 6 / 5, "scheduled_ratio": 0.8}
     assert script.compared(programs) == pytest.approx(claim)
     assert script.compared({"shardopt": program(1, 1), "maxtext": {"error": "does not fit"}}) == {}
     line = script.table({"a": programs | claim}).splitlines()[-1]
-    cells = "900 (90), 1200, 6.0 | fused products, 48 MiB; best of 2 | 1000 (100), 1500, 5.0 | old: llama3.1, defaults"
+    cells = "900 (90), 1200, 6.0 | fused products, 48 MiB; best of 2 | 1000 (100), 1500, 5.0 | defaults, 48 MiB; best of 1"
     assert line == f"| a | {cells} | 0.900 | 0.800 | 1.200 | 0.0.52 | abc1234 |"
 
 
