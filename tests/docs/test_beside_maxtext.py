@@ -76,7 +76,9 @@ def test_the_claim_is_one_over_the_other(script):
     assert script.compared(programs) == pytest.approx(claim)
     assert script.compared({"shardopt": program(1, 1), "maxtext": {"error": "does not fit"}}) == {}
     line = script.table({"a": programs | claim}).splitlines()[-1]
-    cells = "900 (90), 1200, 6.0 | fused products, 48 MiB; best of 2 | 1000 (100), 1500, 5.0 | defaults, 48 MiB; best of 1"
+    cells = (
+        "900 (90), 1200, 6.0 | fused products, 48 MiB; best of 2 | 1000 (100), 1500, 5.0 | defaults, 48 MiB; best of 1"
+    )
     assert line == f"| a | {cells} | 0.900 | 0.800 | 1.200 | 0.0.52 | abc1234 |"
 
 
