@@ -261,7 +261,7 @@ def compile_programs(topology: str, folder: Path) -> None:
     from shardopt.planning import topology_devices
 
     calls, strips = [], []
-    run, by_strips = kernels.call_kernel, kernels._by_strips
+    run, by_strips = kernels.call_kernel, kernels.by_strips
 
     def recorded_call(kernel, grid, inputs, in_specs, out_specs, out_shape, *, name, flops=0, **options):
         moved = moved_bytes(grid, [*in_specs, *out_specs], [array.dtype for array in (*inputs, *out_shape)])
@@ -272,7 +272,7 @@ def compile_programs(topology: str, folder: Path) -> None:
         strips.append(size // strip)
         by_strips(size, strip, function)
 
-    kernels.call_kernel, kernels._by_strips = recorded_call, recorded_strips
+    kernels.call_kernel, kernels.by_strips = recorded_call, recorded_strips
     mesh = so.make_mesh(data=1, devices=topology_devices(topology)[:1])
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     for program, (function, arguments) in programs().items():

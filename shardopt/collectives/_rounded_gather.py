@@ -1,13 +1,13 @@
 """All-gather of weights that are rounded to 8 bits before they are sent."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from shardopt.collectives._buckets import MeshAxes
-from shardopt.collectives._tiles import gather_matrices
+from shardopt.collectives._tiles import Gather, gather_matrices
 from shardopt.core._rounded_weight import Form, RoundedWeight
 
 
@@ -15,7 +15,7 @@ def gather_rounded(
     weights: Sequence[jax.Array],
     forms: Sequence[Form],
     axes: Sequence[MeshAxes],
-    gather: Callable[[jax.Array, MeshAxes, int], jax.Array],
+    gather: Gather,
 ) -> list[RoundedWeight]:
     """Return weights rounded and gathered; a device rounds its shard.
 

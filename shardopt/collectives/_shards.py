@@ -75,12 +75,16 @@ def all_gather(
     # A derived backward pass would reduce the gradients in the dtype of the gather, so it is written out.
     def backward(_, cotangents):
         # the parts of a rounded leaf's gradient are sent one by one, since joining them would copy them
-        parts = {i: cotangents[i].zeros if i in forms else [cotangents[i]] for i in differentiable}
-        owners = [i for i in differentiable for _ in parts[i]]
-        local_grads = [part.astype(stored_dtypes[i]) for i in differentiable for part in parts[i]]
-        part_sums = reduce_scatter(local_grads, [wires[i].of_gradient for i in owners], bucket_bytes=bucket_bytes)
-        sums_of = {i: [x for x, owner in zip(part_sums, owners, strict=True) if owner == i] for i in differentiable}
-        sums = [forms[i].weight(joined(sums_of[i])) if i in forms else sums_of[i][0] for i in differentiable]
+        parts = {i: list(cotangents[i].zeros) if i in forms else [cotangents[i]] for i in differentiable}
+        local_grads, treedef = jax.tree.flatten(
+            [[x.astype(stored_dtypes[i]) for x in parts[i]] for i in differentiable]
+        )
+        part_wires = [wires[i].of_gradient for i in differentiable for _ in parts[i]]
+        part_sums = treedef.unflatten(reduce_scatter(local_grads, part_wires, bucket_bytes=bucket_bytes))
+        sums = [
+            forms[i].weight(joined(leaf_sums)) if i in forms else leaf_sums[0]
+            for i, leaf_sums in zip(differentiable, part_sums, strict=True)
+        ]
         limbs = None if probe is None else to_limbs(checksum_of(local_grads))
         return replaced([None] * len(stored_dtypes), differentiable, sums), limbs  # None is a zero cotangent
 

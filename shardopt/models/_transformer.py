@@ -85,9 +85,9 @@ def model(
         mlp = {"norm": weights["norms"][1]} | {name: weights[name] for name in ("up", "down")}
         return apply_block(config, {"attention": attention, "mlp": mlp}, stream)
 
-    named = decoder.block_model(config, remat, "transformer")
-    rounded = {path.split("/")[1]: rounding for path, rounding in named.rounded.items()}
-    return named._replace(block=block, rounded=rounded)
+    nested_model = decoder.block_model(config, remat, "transformer")
+    rounded = {path.split("/")[1]: rounding for path, rounding in nested_model.rounded.items()}
+    return nested_model._replace(block=block, rounded=rounded)
 
 
 def init(shape: Transformer, rng: jax.Array) -> Params:

@@ -21,8 +21,10 @@ from shardopt.nn._int8_product import (
     ROWS,
     MatrixWeight,
     Sizes,
+    by_strips,
     call_kernel,
     forward,
+    gradient_of,
     gradient_of_tokens,
     gradient_of_weight,
     largest_block,
@@ -86,8 +88,7 @@ def _gradients(mlp: Mlp, residuals: Any, grad: Array) -> Any:
     dx = gradient_of_tokens(rows, row_scale, up, mlp.up, 1, dtype=like_x.dtype)
     columns = round_columns_of(both, mlp.gradients, x_scale)
     d_up = tuple(gradient_of_weight(qx, *rounded, mlp.up, dtype=like_up.dtype) for rounded in columns)
-    no_gradients: Any = None, None  # of numbers and scales
-    return dx, MatrixWeight(d_up, *no_gradients), MatrixWeight((d_down,), *no_gradients)
+    return dx, gradient_of(d_up), gradient_of((d_down,))
 
 
 int8_mlp.defvjp(_with_residuals, _gradients)
@@ -144,9 +145,7 @@ def _round_rows_of(functions: Sequence[Elementwise], has_factor: Sequence[bool],
     block, W = inputs[0].shape
     chunk = math.gcd(W, _CHUNK)
 
-    def round_strip(i: Any, _: None) -> None:
-        rows = pl.ds(pl.multiple_of(i * ROWS, ROWS), ROWS)
-
+    def round_strip(rows: Any) -> None:
         def compute(j: Any, maxima: tuple[Array, ...]) -> tuple[Array, ...]:
             start = pl.multiple_of(j * chunk, chunk)
             strips = [ref[rows, pl.ds(start, chunk)].astype(jnp.float32) for ref in inputs]
@@ -165,13 +164,12 @@ def _round_rows_of(functions: Sequence[Elementwise], has_factor: Sequence[bool],
             scale[rows] = maximum / LARGEST
             factor = inverse(maximum / LARGEST)
 
-            def divide(j: Any, _: None, wide: Any = wide, numbers: Any = numbers, factor: Array = factor) -> None:
-                columns = pl.ds(pl.multiple_of(j * chunk, chunk), chunk)
+            def divide(columns: Any, wide: Any = wide, numbers: Any = numbers, factor: Array = factor) -> None:
                 numbers[rows, columns] = jnp.round(wide[:, columns] * factor).astype(jnp.int8)
 
-            lax.fori_loop(0, wide.shape[1] // chunk, divide, None)
+            by_strips(wide.shape[1], chunk, divide)
 
-    lax.fori_loop(0, block // ROWS, round_strip, None)
+    by_strips(block, ROWS, round_strip)
 
 
 def round_columns_of(
@@ -226,12 +224,11 @@ def _round_columns_of(function: Elementwise, num_inputs: int, *refs: Any) -> Non
     for maximum, scale in zip(maxima, results[1::2], strict=True):
         scale[...] = maximum / LARGEST
 
-    def divide(i: Any, _: None) -> None:
-        rows = pl.ds(pl.multiple_of(i * chunk, chunk), chunk)
+    def divide(rows: Any) -> None:
         for wide, numbers, scale_inverse in zip(wides, results[::2], factors, strict=True):
             numbers[rows] = jnp.round(wide[rows] * scale_inverse).astype(jnp.int8)
 
-    lax.fori_loop(0, T // chunk, divide, None)
+    by_strips(T, chunk, divide)
 
 
 def _count(function: Elementwise, num_inputs: int) -> int:

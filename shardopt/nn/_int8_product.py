@@ -61,9 +61,7 @@ class MatrixWeight(NamedTuple):
 def int8_product(
     sizes: Sizes,
     x: Float[Array, "B H T W"],
-    weights: tuple[Float[Array, "R S/C"], ...],
-    numbers: Int8[Array, "R S"],
-    scale: Float[Array, "1 CN"],
+    weight: MatrixWeight,
 ) -> tuple[Float[Array, "B H T W"], ...]:
     """Return the product over K of rounded activations and each part of a rounded weight; gradients are rounded, too.
 
@@ -73,18 +71,17 @@ def int8_product(
     Args:
       sizes: parts, heads of the result, and the form of the weight.
       x: activations.
-      weights: the parts of the weight, which are not read. They have its gradient.
-      numbers: the rounded weight.
-      scale: the factors of its channels.
+      weight: the rounded weight.
     """
-    return _with_residuals(sizes, x, weights, numbers, scale)[0]
+    return _with_residuals(sizes, x, weight)[0]
 
 
-def _with_residuals(sizes: Sizes, x: Array, weights: tuple[Array, ...], numbers: Array, scale: Array) -> Any:
+def _with_residuals(sizes: Sizes, x: Array, weight: MatrixWeight) -> Any:
+    zeros, numbers, scale = weight
     qx, x_scale = round_rows([x])
-    dtype = jnp.result_type(x.dtype, weights[0].dtype)
+    dtype = jnp.result_type(x.dtype, zeros[0].dtype)
     y = tuple(forward(qx, x_scale, numbers, scale, sizes, part, dtype=dtype) for part in range(sizes.parts))
-    like_x, like_weight = jnp.zeros((0, x.shape[1]), x.dtype), jnp.zeros(0, weights[0].dtype)
+    like_x, like_weight = jnp.zeros((0, x.shape[1]), x.dtype), jnp.zeros(0, zeros[0].dtype)
     return y, (like_x, like_weight, qx, x_scale, numbers, scale)
 
 
@@ -95,10 +92,16 @@ def _gradients(sizes: Sizes, residuals: tuple[Array, ...], grads: tuple[Array, .
     dx = gradient_of_tokens(by_token, token_scale, numbers, sizes, heads, dtype=like_x.dtype)
     by_channel = [round_columns(grad, x_scale) for grad in grads]
     dw = tuple(gradient_of_weight(qx, *rounded, sizes, dtype=like_weight.dtype) for rounded in by_channel)
-    return dx, dw, None, None
+    return dx, gradient_of(dw)
 
 
 int8_product.defvjp(_with_residuals, _gradients)
+
+
+def gradient_of(parts: tuple[Array, ...]) -> MatrixWeight:
+    """Return the gradient of a weight, as `custom_vjp` takes it: numbers and scales have none."""
+    no_gradients: Any = None, None
+    return MatrixWeight(parts, *no_gradients)
 
 
 def rounded_matrix(weight: Float[Array, "K S"]) -> tuple[Int8[Array, "K S"], Float[Array, "1 S"]]:
@@ -151,7 +154,7 @@ def _round_rows(num_parts: int, *refs: Any) -> None:
         for i, head in enumerate(heads):
             numbers[rows, i * W : (i + 1) * W] = _divided(head, scales)
 
-    _by_strips(block, ROWS, round_strip)
+    by_strips(block, ROWS, round_strip)
 
 
 def round_columns(
@@ -185,14 +188,14 @@ def _round_columns(x_ref: Any, *refs: Any) -> None:
         scale[:, columns] = scales
         numbers[:, columns] = _divided(x, scales)
 
-    _by_strips(x_ref.shape[1], LANES, round_strip)
+    by_strips(x_ref.shape[1], LANES, round_strip)
 
 
 def _divided(x: Array, scale: Array) -> Array:
     return jnp.round(x * inverse(scale)).astype(jnp.int8)
 
 
-def _by_strips(size: int, strip: int, run: Any) -> None:
+def by_strips(size: int, strip: int, run: Any) -> None:
     """Run a function on each strip of a block: a loop has less code, which compiles faster."""
     from jax.experimental import pallas as pl
 
@@ -218,7 +221,7 @@ class _Result(NamedTuple):
         width = columns // heads
         if heads == 1:
             return cls((batch, 1, length, width), (None, 1, *tile), tile.columns)
-        count = max(tile.columns // width, 1) if tile.columns % width == 0 else 1
+        count = tile.columns // width if tile.columns % width == 0 else 1
         return cls((batch, heads, length, width), (None, count, tile.rows, width), count * width)
 
     def place(self, b: Any, i: Any, j: Any) -> tuple[Any, ...]:
@@ -288,7 +291,7 @@ def _forward(summed: int, x: Any, x_scale: Any, weight: Any, weight_scale: Any, 
         _write(out, columns, (sums * x_scale[...] * weight_scale[:, columns]).astype(out.dtype))
 
     size = weight_scale.shape[1]
-    _by_strips(size, math.gcd(size, STRIP), multiply_strip)
+    by_strips(size, math.gcd(size, STRIP), multiply_strip)
 
 
 def gradient_of_tokens(
@@ -349,7 +352,7 @@ def _gradient_of_tokens(summed: int, grad: Any, grad_scale: Any, weight: Any, ou
         def _write_strip() -> None:
             _write(out, columns, (total.astype(jnp.float32) * grad_scale[...]).astype(out.dtype))
 
-    _by_strips(size, math.gcd(size, STRIP), multiply_strip)
+    by_strips(size, math.gcd(size, STRIP), multiply_strip)
 
 
 def gradient_of_weight(
@@ -420,7 +423,7 @@ def _gradient_of_weight(row_factor: Any, column_factor: Any, scale: Any, out: An
             def _write_strip() -> None:
                 out[rows] = scaled.astype(out.dtype)
 
-    _by_strips(out.shape[0], math.gcd(out.shape[0], STRIP), multiply_strip)
+    by_strips(out.shape[0], math.gcd(out.shape[0], STRIP), multiply_strip)
 
 
 def tile_of(rows: int, columns: int, summed: int) -> Tile:

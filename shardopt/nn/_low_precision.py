@@ -365,7 +365,7 @@ def _by_kernels(product: Product, x: Array, weight: Array | RoundedWeight) -> Ar
     heads = _heads(product.summed, sizes)
     width = math.prod(sizes[letter] for letter in product.summed) // heads
     by_heads = x.reshape(-1, sizes[product.tokens[-1]], heads, width).swapaxes(1, 2)
-    y = cast(tuple[Array, ...], int8_product(kernel_sizes, by_heads, *kernel_weight))
+    y = cast(tuple[Array, ...], int8_product(kernel_sizes, by_heads, kernel_weight))
     y = [part.swapaxes(1, 2).reshape([sizes[letter] for letter in product.tokens + channels]) for part in y]
     return jnp.stack(y).reshape([sizes[letter] for letter in product.out]) if parts else y[0]
 
