@@ -59,6 +59,19 @@ def check(metrics):
     assert metrics["tokens"].dtype.kind == metrics["longest"].dtype.kind == "i"
 
 
+def test_nan_of_one_device_is_the_extreme_of_all(mesh_of):
+    def loss_fn(params, batch):
+        return params * batch.mean(), {"largest": so.Max(batch.max()), "smallest": so.Min(batch.min())}
+
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=4), loss_fn)
+    batch = np.arange(16.0)
+    _, metrics = opt.step(opt.init(np.float32(1)), batch)
+    assert (metrics["largest"], metrics["smallest"]) == (15, 0)
+    batch[5] = np.nan
+    _, metrics = opt.step(opt.init(np.float32(1)), batch)
+    assert np.isnan(metrics["largest"]) and np.isnan(metrics["smallest"])
+
+
 @pytest.mark.parametrize(
     "options",
     [
