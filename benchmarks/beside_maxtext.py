@@ -64,11 +64,28 @@ class Row(NamedTuple):
         return math.prod(map(int, self.topology.partition(":")[2].split("x")))
 
 
+REMAT = {
+    "full": ("full", ["remat_policy=full"], ""),
+    "attention": ("save:attention", ["remat_policy=custom", "context=device"], "keeps attention"),
+    "projections": (
+        "save:qkv,attention,attention_out",
+        ["remat_policy=save_dot_with_context_except_mlp"],
+        "keeps attention and its products",
+    ),
+    "products": (
+        "save:qkv,attention,attention_out,mlp_hidden",
+        ["remat_policy=minimal_with_context"],
+        "keeps all products",
+    ),
+}
+"""What the backward pass does not recompute: for shardopt, for MaxText, and in words."""
+
+
 class Choice(NamedTuple):
     """What each side may choose.
 
     Attributes:
-      remat: recompute every block, or keep what attention mixes and its logarithms.
+      remat: recompute every block; keep what attention mixes and its logarithms; also the products of attention; or all products.
       tiles: parts of a row, or of the batch with MaxText, whose logits are held at a time.
       block: queries and keys of a tile of attention. With 1024 MaxText takes jax's fused backward kernel. shardopt has 512,
         with up to four heads at a time.
@@ -76,7 +93,7 @@ class Choice(NamedTuple):
       vmem: MiB of a core's memory that one operation may use.
     """
 
-    remat: Literal["full", "attention"] = "full"
+    remat: Literal["full", "attention", "projections", "products"] = "full"
     tiles: int = 1
     block: int = 512
     fused: bool = False
@@ -91,7 +108,7 @@ class Choice(NamedTuple):
     def __str__(self) -> str:
         """Return what differs from the defaults, and the memory."""
         words = [
-            "keeps attention" if self.remat == "attention" else "",
+            REMAT[self.remat][2],
             f"loss in {self.tiles}" if self.tiles > 1 else "",
             f"blocks {self.block}" if self.block != 512 else "",
             "fused products" if self.fused else "",
@@ -102,7 +119,7 @@ class Choice(NamedTuple):
 def choices(who: str, row: Row) -> dict[str, tuple[Any, ...]]:
     """Return the other values of each field of `Choice` in the order in which they are tried; shardopt has no other blocks."""
     vmem = {"v5p": (60,), "v5e": (96, 120), "v6e": (48, 120)}[row.chip]  # a core of v5p has 64 MiB, others have 128
-    common = {"remat": ("attention",), "tiles": (4,), "vmem": vmem}
+    common = {"remat": ("attention", "projections", "products"), "tiles": (4,), "vmem": vmem}
     return common if who == "shardopt" else {"fused": (True,), "block": (1024,), **common}
 
 
@@ -153,7 +170,7 @@ def compile_shardopt(row: Row, choice: Choice) -> tuple[dict[str, Any], str]:
     tx = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     model = transformer.model(
         shape,
-        remat="save:attention" if choice.remat == "attention" else "full",
+        remat=REMAT[choice.remat][0],
         chunk=row.length // choice.tiles if choice.tiles > 1 else None,
         logits_dtype=jnp.bfloat16,  # as MaxText's: logits_dot_in_fp32=false
         sequence_parallel=row.tensor > 1,
@@ -200,7 +217,7 @@ def compile_maxtext(
         f"gradient_accumulation_steps={row.micro_batches}",
         f"ici_tensor_parallelism={row.tensor}",
         "ici_fsdp_parallelism=-1",
-        *(["remat_policy=custom", "context=device"] if choice.remat == "attention" else ["remat_policy=full"]),
+        *REMAT[choice.remat][1],
         f"num_vocab_tiling={choice.tiles}",
         f"fused_mlp={choice.fused}",
         f"fused_qkv={choice.fused}",
