@@ -5,6 +5,7 @@ Suffixes: B sequences, T positions, D width, H heads, G heads of keys and values
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -352,10 +353,7 @@ def _mlp(config: DecoderConfig, weights: Params, x: Float[Array, "B T D"]) -> Fl
         if by_kernels is not None:
             return by_kernels
     if config.fused and device_kind_or_default().startswith("TPU"):
-        hidden = _parts_first(config, weights["up"], x)
-        bias = weights.get("up_bias")
-        hidden = shard(hidden if bias is None else hidden + bias[:, None, None])
-        hidden = layers.split_parts(checkpoint_name(hidden, "mlp_hidden"), dim=0)
+        hidden = _fused_hidden_on_tpu(config, weights, x, shard)
     elif config.fused:
         hidden = layers.split_parts(checkpoint_name(product("up", "cf"), "mlp_hidden"))
     else:
@@ -370,16 +368,22 @@ def _mlp(config: DecoderConfig, weights: Params, x: Float[Array, "B T D"]) -> Fl
     return _add_bias(down(hidden, weights["down"]), weights.get("down_bias"))
 
 
-def _parts_first(config: DecoderConfig, up: Weight, x: Float[Array, "B T D"]) -> Float[Array, "C B T F"]:
-    """Return the product with [D, C, F] in the form for which XLA:TPU does not copy the gathered weights of each block."""
+def _fused_hidden_on_tpu(
+    config: DecoderConfig, weights: Params, x: Float[Array, "B T D"], shard: Callable[[Array], Array]
+) -> list[Float[Array, "B T F"]]:
+    """Return the parts of the product with `up` [D, C, F]; XLA:TPU copies no gathered weight and no kept product for it."""
+    up, bias = weights["up"], weights.get("up_bias")
     D, C, _ = up.shape
     mesh_sizes = {"data": 1, **mesh_under_trace().shape}
-    is_plain = config.precision is None and mesh_sizes.get(TENSOR, 1) == 1
-    if is_plain and isinstance(up, Array):
-        sharded_dim = largest_divisible_dim(up.shape, shard_axes(mesh_sizes).size, (False,) * 3)
-        if sharded_dim == 0:  # rows [C, F] of D are gathered as rows of a matrix
-            return jnp.stack(jnp.split(jnp.einsum("btd,dn->btn", x, up.reshape(D, -1)), C, axis=-1))
-    return nn.quantized_einsum("btd,dcf->cbtf", x, up, precision=config.precision)
+    is_plain = config.precision is None and mesh_sizes.get(TENSOR, 1) == 1 and isinstance(up, Array)
+    if is_plain and largest_divisible_dim(up.shape, shard_axes(mesh_sizes).size, (False,) * 3) == 0:
+        # rows [C, F] of D are gathered as rows of a matrix
+        hidden = jnp.einsum("btd,dn->btn", x, up.reshape(D, -1))
+        hidden = _add_bias(hidden, None if bias is None else bias.reshape(-1))
+        return jnp.split(checkpoint_name(hidden, "mlp_hidden"), C, axis=-1)
+    hidden = nn.quantized_einsum("btd,dcf->cbtf", x, up, precision=config.precision)
+    hidden = shard(hidden if bias is None else hidden + bias[:, None, None])
+    return layers.split_parts(checkpoint_name(hidden, "mlp_hidden"), dim=0)
 
 
 def _experts(

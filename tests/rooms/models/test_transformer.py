@@ -58,12 +58,16 @@ def test_positions_that_tensor_does_not_divide_are_refused(mesh_of):
         opt.step.lower(opt.abstract_state(odd.abstract_params()), transformer.abstract_batch(odd, 4))
 
 
-def test_gate_and_up_are_the_same_product_on_tpu(monkeypatch):
-    """On TPU the two parts stand in front: otherwise XLA copies the gathered weights of each block."""
+@pytest.mark.parametrize(("hidden", "shape"), [(4, "2,3,8"), (8, "2,2,3,8")], ids=["one matrix", "parts in front"])
+def test_gate_and_up_are_the_same_product_on_tpu(monkeypatch, hidden, shape):
+    """On TPU the two parts do not stand in the middle: XLA would copy the gathered weights of each block."""
     rng = np.random.default_rng(0)
-    weights = {"up": rng.normal(size=(6, 2, 4)), "up_bias": rng.normal(size=(2, 4)), "down": rng.normal(size=(4, 6))}
+    up, bias, down = (rng.normal(size=size) for size in ((6, 2, hidden), (2, hidden), (hidden, 6)))
+    weights = {"up": up, "up_bias": bias, "down": down}
     weights, x = jax.tree.map(jnp.asarray, (weights, rng.normal(size=(2, 3, 6))))
-    config = DecoderConfig(16, 6, 1, 3, hidden=4, activation="silu", gated=True, fused="kv", recompute_activation=False)
+    config = DecoderConfig(
+        16, 6, 1, 3, hidden=hidden, activation="silu", gated=True, fused="kv", recompute_activation=False
+    )
 
     def results():
         out, pull = jax.vjp(lambda weights, x: decoder_block._mlp(config, weights, x), weights, x)
@@ -72,5 +76,5 @@ def test_gate_and_up_are_the_same_product_on_tpu(monkeypatch):
     on_cpu = results()
     monkeypatch.setattr(decoder_block, "device_kind_or_default", lambda: "TPU v5")
     text = str(jax.make_jaxpr(lambda x: decoder_block._mlp(config, weights, x))(x))
-    assert "f32[2,2,3,4]" in text
+    assert f"f32[{shape}]" in text
     assert relative_difference(results(), on_cpu) <= 1e-6
