@@ -37,7 +37,7 @@ BLOCKS = (8, 16)
 
 
 LENGTH = 1024
-"""Tokens of a row: XLA's own attention writes its scores, so long rows measure attention and nothing else."""
+"""Tokens of a row."""
 
 
 def compile_rows(only):
@@ -53,7 +53,7 @@ def compile_rows(only):
 def shape_of(case):
     """Return the sizes of the model of a case."""
     name, _, _, _, _, _, *blocks = case
-    shape = dataclasses.replace(find_model(name), length=LENGTH, fused_attention=False)
+    shape = dataclasses.replace(find_model(name), length=LENGTH)
     return dataclasses.replace(shape, num_layers=blocks[0]) if blocks else shape
 
 
