@@ -15,6 +15,7 @@ from support.tiers import tiered
 
 import shardopt as so
 from shardopt.core._errors import CORRUPTED, SilentCorruptionError
+from shardopt.models import gpt
 from shardopt.step._verified import REDUCTION
 from shardopt.training._fit import fit
 
@@ -260,3 +261,17 @@ def test_faults_in_whole_matrices_and_experts_are_found(monkeypatch):
                 assert window.suspects(device), (name, fault, window.error)
                 assert window.names(device) or (name.startswith("experts") and len(window.error.devices) == 2)
         assert changed > 12
+
+
+@pytest.mark.slow  # test_a_clean_run_is_the_run_without_verification
+def test_weights_that_travel_in_8_bits_have_no_false_alarm():
+    mesh = so.make_mesh(data=DEVICES, devices=jax.devices()[:DEVICES])
+    config = gpt.GPTConfig(dim=12, num_layers=2, num_heads=2, max_length=8, vocab_size=32, precision="int8")
+    opt = so.fsdp(optax.sgd(0.1, momentum=0.9), mesh, gpt.model(config), min_shard_elements=1)
+    tokens = np.random.default_rng(0).integers(0, 32, (3, 2 * DEVICES, 9)).astype(np.int32)
+
+    def run(**options):
+        state = opt.init(gpt.init(config, jax.random.key(0)))
+        return fit(opt, state, [{"tokens": rows} for rows in tokens], num_steps=3, progress=False, **options).state
+
+    assert faults.same_bits(run(verify_every=1), run())
