@@ -55,7 +55,7 @@ ROUND_X, ROUND_BY_TOKEN, ROUND_BY_CHANNEL = "tokens, rounded", "gradient, by tok
 KERNELS = (FORWARD, TOKENS_GRADIENT, WEIGHT_GRADIENT, ROUND_X, ROUND_BY_TOKEN, ROUND_BY_CHANNEL)
 """Names of what kernels compute. Gate and up share the gradient of the tokens, and their gradient that is rounded by token.
 The other kernels have one of the two."""
-ROUND_WEIGHT = "weight, rounded"
+ROUND_WEIGHT, NORM_AND_ROUND = "weight, rounded", "tokens, normed and rounded"
 
 
 class Call(NamedTuple):
@@ -248,7 +248,11 @@ def programs() -> dict[str, tuple[Callable[..., Any], list[tuple[tuple[int, ...]
         }
         found |= {f"{kernel}, {name}": call for kernel, call in calls.items()}
     K, N, *_ = WEIGHTS["gate and up"]
-    return found | {f"{ROUND_WEIGHT}, gate and up": (kernels.rounded_matrix, [((K, N), wide)])}
+    norm = lambda x, scale: kernels.norm_and_round(x, scale, 1e-5)
+    return found | {
+        f"{ROUND_WEIGHT}, gate and up": (kernels.rounded_matrix, [((K, N), wide)]),
+        f"{NORM_AND_ROUND}, gate and up": (norm, [((1, T, K), wide), ((K,), wide)]),
+    }
 
 
 def compile_programs(topology: str, folder: Path) -> None:

@@ -25,7 +25,7 @@ from shardopt.models._inputs import Params
 from shardopt.models._latent_attention import latent_qkv
 from shardopt.models._routers import Routers
 from shardopt.nn._attention import masked_attention
-from shardopt.nn._low_precision import gated_mlp
+from shardopt.nn._low_precision import Normed, gated_mlp, plain
 from shardopt.nn._low_rank import Weight
 from shardopt.nn._order import row_length
 from shardopt.partition import shard_axes
@@ -168,14 +168,18 @@ def apply_cached_block(
     if router is None:
         out = _mlp(config, mlp, normed)
     else:
-        out, routers = _experts(config, weights, router, normed, routers)
+        out, routers = _experts(config, weights, router, plain(normed), routers)
     x = _add_branch(config, mlp, x, out)
     return stream._replace(x=x, layer=None if stream.layer is None else stream.layer + 1, routers=routers), cache
 
 
-def _branch_input(config: DecoderConfig, weights: Params, x: Array) -> Array:
+def _branch_input(config: DecoderConfig, weights: Params, x: Array) -> Array | Normed:
     normed = apply_norm(config, weights, "norm", x) if config.pre_norms else x
-    return layers.gather_positions(normed) if config.sequence_parallel else normed
+    if config.sequence_parallel:
+        return layers.gather_positions(normed)
+    if config.precision == "int8" and config.pre_norms and config.norm == "rms":
+        return Normed(normed, x, weights["norm"], config.norm_epsilon)
+    return normed
 
 
 def _add_branch(config: DecoderConfig, weights: Params, x: Array, out: Array) -> Array:
@@ -215,7 +219,7 @@ def _layer_norm(x: Array, scale: Array | None, bias: Array | None, epsilon: floa
 def _attention(
     config: DecoderConfig,
     weights: Params,
-    x: Float[Array, "B T D"],
+    x: Float[Array, "B T D"] | Normed,
     stream: Stream,
     cache: KVCache | None,
     start: Array | int,
@@ -229,7 +233,7 @@ def _attention(
         if config.qk_norm == "rotated_head":
             query, key = (apply_norm(config, weights, f"{name}_norm", x) for name, x in (("q", query), ("k", key)))
     else:
-        query, key, value = latent_qkv(weights, x, config.latent, rotate)
+        query, key, value = latent_qkv(weights, plain(x), config.latent, rotate)
     if config.attention_scale is not None:
         query = query * (config.attention_scale * math.sqrt(config.head_width))
     query, key, value = checkpoint_name((query, key, value), "qkv")
@@ -243,7 +247,7 @@ def _attention(
     return checkpoint_name(_add_bias(out, weights.get("out_bias")), "attention_out"), cache
 
 
-def _qkv(config: DecoderConfig, weights: Params, x: Array) -> tuple[Array, Array, Array]:
+def _qkv(config: DecoderConfig, weights: Params, x: Array | Normed) -> tuple[Array, Array, Array]:
     def project(name: str, dims: str = "hk") -> Array:
         heads = nn.quantized_einsum(f"btd,d{dims}->bt{dims}", x, weights[name], precision=config.precision)
         return _add_bias(heads, weights.get(f"{name}_bias"))
@@ -338,7 +342,7 @@ def _mix_cached(
     return masked_attention(query, *cache, mask, softcap=config.attention_softcap, sinks=sinks)
 
 
-def _mlp(config: DecoderConfig, weights: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+def _mlp(config: DecoderConfig, weights: Params, x: Float[Array, "B T D"] | Normed) -> Float[Array, "B T D"]:
     # without constraints the partitioner shards the gradients of gate and up differently, and moves them
     shard = layers.shard_last if config.sequence_parallel else lambda x: x
 
@@ -369,7 +373,7 @@ def _mlp(config: DecoderConfig, weights: Params, x: Float[Array, "B T D"]) -> Fl
 
 
 def _fused_hidden_on_tpu(
-    config: DecoderConfig, weights: Params, x: Float[Array, "B T D"], shard: Callable[[Array], Array]
+    config: DecoderConfig, weights: Params, x: Float[Array, "B T D"] | Normed, shard: Callable[[Array], Array]
 ) -> list[Float[Array, "B T F"]]:
     """Return the parts of the product with `up` [D, C, F]; XLA:TPU copies no gathered weight and no kept product for it."""
     up, bias = weights["up"], weights.get("up_bias")
@@ -378,7 +382,7 @@ def _fused_hidden_on_tpu(
     is_plain = config.precision is None and mesh_sizes.get(TENSOR, 1) == 1 and isinstance(up, Array)
     if is_plain and largest_divisible_dim(up.shape, shard_axes(mesh_sizes).size, (False,) * 3) == 0:
         # rows [C, F] of D are gathered as rows of a matrix
-        hidden = jnp.einsum("btd,dn->btn", x, up.reshape(D, -1))
+        hidden = jnp.einsum("btd,dn->btn", plain(x), up.reshape(D, -1))
         hidden = _add_bias(hidden, None if bias is None else bias.reshape(-1))
         return jnp.split(checkpoint_name(hidden, "mlp_hidden"), C, axis=-1)
     hidden = nn.quantized_einsum("btd,dcf->cbtf", x, up, precision=config.precision)

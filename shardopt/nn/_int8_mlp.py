@@ -18,9 +18,11 @@ from jaxtyping import Array, Float, Int8
 from shardopt.core._rounded_weight import inverse
 from shardopt.nn._int8_product import (
     LARGEST,
+    NO_GRADIENT,
     ROWS,
     MatrixWeight,
     Sizes,
+    Tokens,
     by_strips,
     call_kernel,
     forward,
@@ -59,16 +61,19 @@ class Mlp(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def int8_mlp(mlp: Mlp, x: Float[Array, "B 1 T D"], up: MatrixWeight, down: MatrixWeight) -> Float[Array, "B 1 T D"]:
+def int8_mlp(
+    mlp: Mlp, x: Float[Array, "B 1 T D"], tokens: Tokens, up: MatrixWeight, down: MatrixWeight
+) -> Float[Array, "B 1 T D"]:
     """Return `down(activation(gate(x)) * up(x))` with the products of `int8_product`; the activation is in float32.
 
-    The parts before the activation have the name "mlp_hidden", and are not recomputed where remat saves it.
+    `tokens` is x, rounded; x is not read, and has the gradient. The parts before the activation have the name "mlp_hidden", and
+    are not recomputed where remat saves it.
     """
-    return _with_residuals(mlp, x, up, down)[0]
+    return _with_residuals(mlp, x, tokens, up, down)[0]
 
 
-def _with_residuals(mlp: Mlp, x: Array, up: MatrixWeight, down: MatrixWeight) -> Any:
-    qx, x_scale = round_rows([x])
+def _with_residuals(mlp: Mlp, x: Array, tokens: Tokens, up: MatrixWeight, down: MatrixWeight) -> Any:
+    qx, x_scale = tokens
     dtype = jnp.result_type(x.dtype, up.zeros[0].dtype)
     parts = [forward(qx, x_scale, up.numbers, up.scale, mlp.up, part, dtype=dtype) for part in range(2)]
     parts = checkpoint_name(parts, "mlp_hidden")
@@ -88,7 +93,7 @@ def _gradients(mlp: Mlp, residuals: Any, grad: Array) -> Any:
     dx = gradient_of_tokens(rows, row_scale, up, mlp.up, 1, dtype=like_x.dtype)
     columns = round_columns_of(both, mlp.gradients, x_scale)
     d_up = tuple(gradient_of_weight(qx, *rounded, mlp.up, dtype=like_up.dtype) for rounded in columns)
-    return dx, gradient_of(d_up), gradient_of((d_down,))
+    return dx, NO_GRADIENT, gradient_of(d_up), gradient_of((d_down,))
 
 
 int8_mlp.defvjp(_with_residuals, _gradients)

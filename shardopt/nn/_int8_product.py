@@ -57,10 +57,27 @@ class MatrixWeight(NamedTuple):
     scale: Float[Array, "1 CN"]
 
 
+class Tokens(NamedTuple):
+    """Activations rounded by token, side by side with their heads.
+
+    Attributes:
+      numbers: the matrix.
+      scale: the factors of its tokens.
+    """
+
+    numbers: Int8[Array, "B T HW"]
+    scale: Float[Array, "B T 1"]
+
+
+NO_GRADIENT: Any = Tokens(None, None)  # pyright: ignore[reportArgumentType]
+"""The gradient of `Tokens`, as `custom_vjp` takes it."""
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def int8_product(
     sizes: Sizes,
     x: Float[Array, "B H T W"],
+    tokens: Tokens,
     weight: MatrixWeight,
 ) -> tuple[Float[Array, "B H T W"], ...]:
     """Return the product over K of rounded activations and each part of a rounded weight; gradients are rounded, too.
@@ -70,15 +87,16 @@ def int8_product(
 
     Args:
       sizes: parts, heads of the result, and the form of the weight.
-      x: activations.
+      x: activations, which are not read. They have the gradient.
+      tokens: x, rounded by `round_rows` or `norm_and_round`.
       weight: the rounded weight.
     """
-    return _with_residuals(sizes, x, weight)[0]
+    return _with_residuals(sizes, x, tokens, weight)[0]
 
 
-def _with_residuals(sizes: Sizes, x: Array, weight: MatrixWeight) -> Any:
+def _with_residuals(sizes: Sizes, x: Array, tokens: Tokens, weight: MatrixWeight) -> Any:
     zeros, numbers, scale = weight
-    qx, x_scale = round_rows([x])
+    qx, x_scale = tokens
     dtype = jnp.result_type(x.dtype, zeros[0].dtype)
     y = tuple(forward(qx, x_scale, numbers, scale, sizes, part, dtype=dtype) for part in range(sizes.parts))
     like_x, like_weight = jnp.zeros((0, x.shape[1]), x.dtype), jnp.zeros(0, zeros[0].dtype)
@@ -92,7 +110,7 @@ def _gradients(sizes: Sizes, residuals: tuple[Array, ...], grads: tuple[Array, .
     dx = gradient_of_tokens(by_token, token_scale, numbers, sizes, heads, dtype=like_x.dtype)
     by_channel = [round_columns(grad, x_scale) for grad in grads]
     dw = tuple(gradient_of_weight(qx, *rounded, sizes, dtype=like_weight.dtype) for rounded in by_channel)
-    return dx, gradient_of(dw)
+    return dx, NO_GRADIENT, gradient_of(dw)
 
 
 int8_product.defvjp(_with_residuals, _gradients)
@@ -117,9 +135,7 @@ class Tile(NamedTuple):
     columns: int
 
 
-def round_rows(
-    parts: Sequence[Float[Array, "B H T W"]], factor: Float[Array, "1 S"] | None = None
-) -> tuple[Int8[Array, "B T S"], Float[Array, "B T 1"]]:
+def round_rows(parts: Sequence[Float[Array, "B H T W"]], factor: Float[Array, "1 S"] | None = None) -> Tokens:
     """Return parts side by side, times a factor of each column, rounded, and a scale for each token over all of them."""
     from jax.experimental import pallas as pl  # imported late, since the import takes long
 
@@ -128,7 +144,7 @@ def round_rows(
     block = largest_block(T, 512, ROWS, _BYTES * S)
     in_specs = [pl.BlockSpec((None, H, block, W), lambda b, i: (b, 0, i, 0)) for _ in parts]
     in_specs += [pl.BlockSpec((1, S), lambda b, i: (0, 0))] * (factor is not None)
-    return call_kernel(
+    rounded = call_kernel(
         functools.partial(_round_rows, len(parts)),
         (B, T // block),
         [*parts, *([] if factor is None else [factor])],
@@ -137,6 +153,7 @@ def round_rows(
         [jax.ShapeDtypeStruct((B, T, S), jnp.int8), jax.ShapeDtypeStruct((B, T, 1), jnp.float32)],
         name="round_rows",
     )
+    return Tokens(*rounded)
 
 
 def _round_rows(num_parts: int, *refs: Any) -> None:
@@ -155,6 +172,37 @@ def _round_rows(num_parts: int, *refs: Any) -> None:
             numbers[rows, i * W : (i + 1) * W] = _divided(head, scales)
 
     by_strips(block, ROWS, round_strip)
+
+
+def norm_and_round(x: Float[Array, "B T D"], scale: Float[Array, " D"], epsilon: float) -> Tokens:
+    """Return `rms_norm(x, scale, epsilon)` rounded, in one pass over x."""
+    from jax.experimental import pallas as pl
+
+    B, T, D = x.shape
+    block = largest_block(T, 512, ROWS, _BYTES * D)
+    rounded = call_kernel(
+        functools.partial(_norm_and_round, epsilon),
+        (B, T // block),
+        [x, scale[None]],
+        [pl.BlockSpec((None, block, D), lambda b, i: (b, i, 0)), pl.BlockSpec((1, D), lambda b, i: (0, 0))],
+        [pl.BlockSpec((None, block, width), lambda b, i: (b, i, 0)) for width in (D, 1)],
+        [jax.ShapeDtypeStruct((B, T, D), jnp.int8), jax.ShapeDtypeStruct((B, T, 1), jnp.float32)],
+        name="norm_and_round",
+    )
+    return Tokens(*rounded)
+
+
+def _norm_and_round(epsilon: float, x: Any, factor: Any, numbers: Any, scale: Any) -> None:
+    def round_strip(rows: Any) -> None:
+        wide = x[rows].astype(jnp.float32)
+        inverse_norm = lax.rsqrt(jnp.mean(jnp.square(wide), axis=1, keepdims=True) + epsilon)
+        # rounded to the dtype of x like the norm outside of the kernel
+        normed = (wide * inverse_norm).astype(x.dtype).astype(jnp.float32) * factor[...].astype(jnp.float32)
+        normed = normed.astype(jnp.result_type(x.dtype, factor.dtype)).astype(jnp.float32)
+        scale[rows] = jnp.max(jnp.abs(normed), axis=1, keepdims=True) / LARGEST
+        numbers[rows] = _divided(normed, scale[rows])
+
+    by_strips(x.shape[0], ROWS, round_strip)
 
 
 def round_columns(

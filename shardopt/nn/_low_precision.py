@@ -6,7 +6,7 @@ Scales are of one token, one channel of a weight, or one row of tokens, so many 
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +20,57 @@ from shardopt.core._rounded_weight import Precision, RoundedWeight, eight_bits, 
 from shardopt.core._types import wide_dtype
 from shardopt.mesh import device_kind_or_default, is_analysed, mesh_under_trace
 from shardopt.nn._int8_mlp import Mlp, int8_mlp
-from shardopt.nn._int8_product import MatrixWeight, Sizes, int8_product, rounded_matrix, takes
+from shardopt.nn._int8_product import (
+    MatrixWeight,
+    Sizes,
+    Tokens,
+    int8_product,
+    norm_and_round,
+    round_rows,
+    rounded_matrix,
+    takes,
+)
 from shardopt.nn._kernel_tiles import LANES
 from shardopt.nn._low_rank import LowRank, Weight
 from shardopt.nn._order import manual_context_axes
 from shardopt.trace._marks import ROW_MAXIMUM, marked
 
 
+class Normed(NamedTuple):
+    """Activations after a norm, with what it normed: kernels norm and round that in one pass.
+
+    Attributes:
+      normed: `rms_norm(x, scale, epsilon)`, which has the gradient. XLA does not compute it if only kernels use it.
+      x: before the norm.
+      scale: of the norm.
+      epsilon: of the norm.
+    """
+
+    normed: Float[Array, "B T D"]
+    x: Float[Array, "B T D"]
+    scale: Float[Array, " D"]
+    epsilon: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the activations."""
+        return self.normed.shape
+
+    @property
+    def tokens(self) -> Tokens:
+        """The activations rounded by a kernel."""
+        x, scale = jax.lax.stop_gradient((self.x, self.scale))
+        return norm_and_round(x, scale, self.epsilon)
+
+
+def plain(x: Float[Array, "..."] | Normed) -> Float[Array, "..."]:
+    """Return activations as an array."""
+    return x.normed if isinstance(x, Normed) else x
+
+
 def quantized_einsum(
     subscripts: str,
-    x: Float[Array, "..."],
+    x: Float[Array, "..."] | Normed,
     weight: Float[Array, "..."] | LowRank | RoundedWeight,
     *,
     precision: Precision | None,
@@ -38,7 +79,7 @@ def quantized_einsum(
 
     Args:
       subscripts: of two operands, such as "btd,dhk->bthk". Dims of both operands are summed; all others are in the result.
-      x: activations.
+      x: activations. `Normed` is for the decoder.
       weight: in the dtype of the product without quantisation. A weight with an adapter (`shardopt.adapters`) adds the
         product of x and the adapter, which is not quantised. A weight that `BlockModel.rounded` names is rounded already.
       precision: "int8" (TPU v5e, v5p, v6e, GPU) or "fp8" (TPU 7x; GPU from Hopper). On CPU the rounded numbers are multiplied in
@@ -96,16 +137,17 @@ def quantized_einsum(
     """
     if isinstance(weight, LowRank):
         product = quantized_einsum(subscripts, x, weight.base, precision=precision)
-        return product + weight.einsum(x, parse_subscripts(subscripts)).astype(product.dtype)
+        return product + weight.einsum(plain(x), parse_subscripts(subscripts)).astype(product.dtype)
     if isinstance(weight, RoundedWeight):
         _check_rounding(subscripts, weight, precision)
     if precision is None:
-        return jnp.einsum(subscripts, x, weight)
+        return jnp.einsum(subscripts, plain(x), weight)
     check_precision("quantized_einsum", precision)
     product = Product(*parse_subscripts(subscripts), precision)
     y = _by_kernels(product, x, weight)
     if y is not None:
         return y
+    x = plain(x)
     return _by_xla_rounded(product, x, weight) if isinstance(weight, RoundedWeight) else _by_xla(product, x, weight)
 
 
@@ -330,7 +372,7 @@ def _scaled(a: Array, letters: str, rounded: Rounded) -> Array:
 
 
 def gated_mlp(
-    x: Float[Array, "B T D"],
+    x: Float[Array, "B T D"] | Normed,
     up: Weight,
     down: Weight,
     *,
@@ -352,10 +394,15 @@ def gated_mlp(
         return None
     (up_sizes, up_weight), (down_sizes, down_weight) = up_operand, down_operand
     mlp = Mlp(activation, up_sizes, down_sizes)
-    return cast(Array, int8_mlp(mlp, x[:, None], up_weight, down_weight))[:, 0]
+    by_heads = plain(x)[:, None]
+    return cast(Array, int8_mlp(mlp, by_heads, _rounded_tokens(x, by_heads), up_weight, down_weight))[:, 0]
 
 
-def _by_kernels(product: Product, x: Array, weight: Array | RoundedWeight) -> Array | None:
+def _rounded_tokens(x: Array | Normed, by_heads: Float[Array, "B H T W"]) -> Tokens:
+    return x.tokens if isinstance(x, Normed) else round_rows([jax.lax.stop_gradient(by_heads)])
+
+
+def _by_kernels(product: Product, x: Array | Normed, weight: Array | RoundedWeight) -> Array | None:
     """Return the product by the kernels for TPU; None if they do not take it."""
     operand = _kernel_weight(product, x.shape, weight)
     if operand is None:
@@ -364,9 +411,9 @@ def _by_kernels(product: Product, x: Array, weight: Array | RoundedWeight) -> Ar
     sizes, (parts, channels) = product.sizes(x.shape, weight.shape), _parts(product)
     heads = _heads(product.summed, sizes)
     width = math.prod(sizes[letter] for letter in product.summed) // heads
-    by_heads = x.reshape(-1, sizes[product.tokens[-1]], heads, width).swapaxes(1, 2)
-    y = cast(tuple[Array, ...], int8_product(kernel_sizes, by_heads, kernel_weight))
-    y = [part.swapaxes(1, 2).reshape([sizes[letter] for letter in product.tokens + channels]) for part in y]
+    by_heads = plain(x).reshape(-1, sizes[product.tokens[-1]], heads, width).swapaxes(1, 2)
+    y = int8_product(kernel_sizes, by_heads, _rounded_tokens(x, by_heads), kernel_weight)
+    y = [part.swapaxes(1, 2).reshape([sizes[letter] for letter in product.tokens + channels]) for part in cast(Any, y)]
     return jnp.stack(y).reshape([sizes[letter] for letter in product.out]) if parts else y[0]
 
 

@@ -16,8 +16,10 @@ import shardopt as so
 from shardopt.core._rounded_weight import Precision, RoundedWeight, Rounding, form_of, joined
 from shardopt.models import _transformer as transformer
 from shardopt.models import gpt
+from shardopt.models._layers import rms_norm
+from shardopt.nn import _int8_product as kernels
 from shardopt.nn import _low_precision
-from shardopt.nn._low_precision import check_precision, gated_mlp
+from shardopt.nn._low_precision import Normed, check_precision, gated_mlp
 from shardopt.planning import Transformer
 from shardopt.planning._models import RULES
 
@@ -158,6 +160,45 @@ def test_kernels_compute_the_activation_of_an_mlp(is_rounded, monkeypatch):
         weight_gradients = [grad.form.weight(joined(grad.zeros)) for grad in weight_gradients]
     for a, b in zip((y, dx, *weight_gradients), expected, strict=True):
         assert relative_difference(a, b) < 1e-4  # a number at a rounding boundary moves by one step
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_a_kernel_norms_and_rounds_the_same_numbers(dtype):
+    rng = np.random.default_rng(0)
+    x, scale = (jnp.asarray(rng.normal(size=size), dtype) for size in ((2, 64, 256), 256))
+    x = x.at[1, 3].set(0)
+    normed, found = rms_norm(x, scale, 1e-5), kernels.norm_and_round(x, scale, 1e-5)
+    expected = kernels.round_rows([normed[:, None]])
+    np.testing.assert_allclose(found.scale, expected.scale, rtol=1e-6 if dtype == jnp.float32 else 2**-8)
+    steps = np.abs(found.numbers.astype(int) - expected.numbers.astype(int))
+    assert steps.max() <= 1
+    assert np.count_nonzero(steps) < 1e-3 * steps.size
+    assert not np.any(found.numbers[1, 3])
+
+
+def test_a_norm_within_the_kernel_has_the_gradient_of_the_norm(monkeypatch):
+    """Both products and the mlp read one `Normed`."""
+    rng = np.random.default_rng(0)
+    shapes = (2, 256, 128), (128,), (128, 2, 128), (128, 2, 128), (128, 128)
+    operands = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+    cotangents = tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 256, 2, 128), (2, 256, 128)))
+
+    def run(is_normed, x, scale, q, up, down):
+        normed = rms_norm(x, scale, 1e-5)
+        given = Normed(normed, x, scale, 1e-5) if is_normed else normed
+        query = so.nn.quantized_einsum("btd,dhk->bthk", given, q, precision="int8")
+        return query, gated_mlp(given, up, down, activation=jax.nn.silu, precision="int8")
+
+    def gradients(is_normed):
+        out, pull = jax.vjp(functools.partial(run, is_normed), *operands)
+        return *out, *pull(cotangents)
+
+    kernels_of(monkeypatch)
+    plain, jaxpr = jax.jit(gradients, static_argnums=0)(False), jax.make_jaxpr(gradients, static_argnums=0)(True)
+    assert "norm_and_round" in str(jaxpr)
+    for a, b in zip(jax.jit(gradients, static_argnums=0)(True), plain, strict=True):
+        error = np.linalg.norm(a - b) / np.linalg.norm(b)
+        assert error < 2e-3  # a number at a rounding boundary moves by one step
 
 
 @pytest.mark.fast
