@@ -251,16 +251,13 @@ def largest_divisible_dim(shape: tuple[int, ...], size: int, taken: tuple[bool, 
     """Return the largest free dim divisible by an axis size (the first of equal dims), or None.
 
     In large leaves, dims come first whose shards fill the tiles of TPUs, and next the dims whose shards fill parts of tiles.
-    Among those that fill tiles, the first dim comes before larger ones: its shards are whole rows.
     """
     is_large = math.prod(shape) >= _LARGE
 
-    def preference(dim: int) -> tuple[int, bool, int]:
-        if not is_large:
-            return 0, False, shape[dim]
+    def preference(dim: int) -> tuple[int, int]:
         rows = shape[dim] // size
         fills_tiles = -rows % _TILE_ROWS <= rows * _MOST_PADDING
-        return _TILE_ROWS if fills_tiles else math.gcd(rows, _TILE_ROWS), fills_tiles and dim == 0, shape[dim]
+        return _TILE_ROWS if fills_tiles or not is_large else math.gcd(rows, _TILE_ROWS), shape[dim]
 
     return max(divisible_dims(shape, size, taken), key=preference, default=None)
 

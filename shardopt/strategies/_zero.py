@@ -58,8 +58,7 @@ def zero(
     - Stage 3: all three sharded: 16/N bytes.
 
     A leaf is sharded on its largest dim that the data axis divides and tensor does not take; a leaf of experts on the
-    first such dim. A leaf of 2^20 or more elements prefers dims whose shards fill tiles of TPUs, and the first
-    of its dims among these. Replicas hold copies.
+    first such dim. A leaf of 2^20 or more elements prefers dims whose shards fill tiles of TPUs. Replicas hold copies.
 
     **Communication** per step and device, for parameters of Psi bytes over N data devices: stages 1 and 2
     reduce-scatter gradients and all-gather parameters, 2(N-1)/N Psi. Stage 1 does so after the last micro-batch, stage

@@ -100,8 +100,6 @@ def test_the_chosen_dim_divides_and_is_the_largest(shape, size, data):
         ((14336, 4096), 64, 0),  # 224 and 64 rows
         ((14336, 4096), 256, 1),  # 56 rows are 3.5 tiles of 2-byte numbers, and 16 are one
         ((4096, 2, 14336), 512, 0),  # 8 and 28 rows
-        ((4096, 2, 14336), 64, 0),  # 64 and 224 rows: the first dim
-        ((2, 4096, 14336), 64, 2),  # the first dim has no shards, and the largest is next
         ((128256, 4096), 64, 0),  # 2004 rows need few more
         ((56, 32), 2, 0),  # small
     ],
