@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from shardopt.collectives._buckets import MeshAxes, split_points
 from shardopt.core._types import replaced
@@ -36,6 +37,17 @@ def joined_to_tiles(move: Move, x: jax.Array, dim: int) -> jax.Array:
         return move(x, dim)
     moved = move(x.reshape(*x.shape[:rows], -1), dim)
     return moved.reshape(*moved.shape[:rows], *x.shape[rows:])
+
+
+def laid_out(gathered: jax.Array, dim: int) -> jax.Array:
+    """Return an array that was gathered on `dim` in the layout in which its parts arrive and are multiplied.
+
+    A weight [D, C, F] of few parts C that is gathered on F has the components of D next to each other. If XLA:TPU chooses its
+    layout, it stores a product that the backward pass reads with tokens next to each other, and copies it: 1.2 of the 16 ms of a
+    block of Llama 3 8B that keeps its products (v5p:4x4x4, 4096 tokens a chip).
+    """
+    has_few_parts = gathered.ndim == 3 and dim == 2 and gathered.shape[1] < _TILE_ROWS
+    return with_layout_constraint(gathered, Layout((1, 2, 0))) if has_few_parts else gathered
 
 
 def joins_small_matrices(axis: MeshAxes) -> bool:
