@@ -1,11 +1,14 @@
 """What XLA:TPU makes of one fsdp step over a whole torus: gathers that are gathers, scatters that are scatters."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 
 import shardopt as so
+from shardopt.collectives._tiles import laid_out
 from shardopt.models import _transformer as transformer
 from shardopt.planning import Transformer
 
@@ -32,3 +35,29 @@ def test_collectives_over_a_whole_torus():
         scattered = found.of("reduce-scatter").total.wire_bytes
         assert scattered == pytest.approx(4 * (shape.num_parameters - 8192 * 1024) * 63 / 64, rel=0.05)
         assert any(one.asynchronous for one in found.of("all-gather").collectives)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "layouts"),
+    [((64, 2, 256), 2, [(1, 2, 0)]), ((64, 2, 256), 0, []), ((64, 32, 128), 2, []), ((64, 256), 1, [])],
+    ids=str,
+)
+def test_a_weight_of_few_parts_is_read_as_it_arrives(shape, dim, layouts):
+    found = jax.make_jaxpr(lambda x: laid_out(x, dim))(jnp.zeros(shape)).eqns
+    assert [equation.params["layout"].major_to_minor for equation in found] == layouts
+
+
+@pytest.mark.slow
+def test_hidden_units_that_are_kept_are_not_copied():
+    """Fails where libtpu is not installed."""
+    shape, hidden = Transformer("t", 1024, 3, 8, 4096, 6400, 1024, num_kv_heads=8), 4096
+    remat = "save:qkv,attention,attention_out,mlp_hidden"
+    options = {"gather_dtype": jnp.bfloat16, "scatter_dtype": jnp.bfloat16}
+    report = so.aot(
+        lambda mesh: so.fsdp(optax.sgd(0.1), mesh, transformer.model(shape, remat=remat), **options),
+        shape.abstract_params(),
+        transformer.abstract_batch(shape, 64),
+        topology="v5p:4x4x4",
+    )
+    copied = re.findall(r"= bf16(\[[\d,]+\])\S* copy\(", report.text)
+    assert not [dims for dims in copied if str(hidden) in dims or str(2 * hidden) in dims], copied
