@@ -88,3 +88,11 @@ def objective(loss: Weighted, pieces: int, weights: Sequence[jax.Array] | None) 
 def factor(loss: Weighted, pieces: int) -> jax.Array:
     """Return the factor of the summed gradients of `objective`; `loss` is summed over all pieces."""
     return jnp.ones((), jnp.float32) if isinstance(loss.weight, tuple) else pieces / loss.weight
+
+
+def extreme_over(reduce: Callable[..., jax.Array], value: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """Return the maximum or minimum over devices, and NaN if one of them has NaN, which XLA:CPU drops."""
+    extreme = reduce(value, axes)
+    if not jnp.issubdtype(value.dtype, jnp.inexact):
+        return extreme
+    return jnp.where(jax.lax.pmax(jnp.isnan(value).astype(jnp.int32), axes) > 0, jnp.nan, extreme)

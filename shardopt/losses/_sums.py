@@ -12,7 +12,7 @@ from shardopt.config._config import StrategyConfig, WireOptions
 from shardopt.core._rounded_weight import Rounding, form_of
 from shardopt.core._types import Metric, PyTree, replaced, wide_dtype, wide_zeros
 from shardopt.losses._batch_dims import cut_batch
-from shardopt.losses._metrics import adds_up, combined
+from shardopt.losses._metrics import adds_up, combined, extreme_over
 from shardopt.losses._parts import LossParts
 from shardopt.partition import LeafPlan
 
@@ -149,19 +149,11 @@ def sum_parts(parts: LossParts, axes: AxisTable) -> LossParts:
     def extreme(metric: Metric) -> Metric:
         """Sum over stages, since only the last stage has the metric; then take the largest or smallest over the other axes."""
         metric = jax.tree.map(lambda x: all_reduce([x], axes.stages)[0], metric)
-        largest = lambda x: _extreme_over(jax.lax.pmax, x.max(0), axes.summed)  # noqa: E731
-        return combined(metric, largest, largest, lambda x: _extreme_over(jax.lax.pmin, x.min(0), axes.summed))
+        largest = lambda x: extreme_over(jax.lax.pmax, x.max(0), axes.summed)  # noqa: E731
+        return combined(metric, largest, largest, lambda x: extreme_over(jax.lax.pmin, x.min(0), axes.summed))
 
     metrics = {
         name: summed_metrics[name] if name in summed_metrics else extreme(metric)
         for name, metric in parts.metrics.items()
     }
     return LossParts(loss, metrics, {path: combine_update(value) for path, value in parts.updates.items()})
-
-
-def _extreme_over(reduce: Callable[..., jax.Array], value: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Return the maximum or minimum over devices, and NaN if one of them has NaN, which XLA:CPU drops."""
-    extreme = reduce(value, axes)
-    if not jnp.issubdtype(value.dtype, jnp.inexact):
-        return extreme
-    return jnp.where(jax.lax.pmax(jnp.isnan(value).astype(jnp.int32), axes) > 0, jnp.nan, extreme)
