@@ -64,21 +64,28 @@ class Row(NamedTuple):
         return math.prod(map(int, self.topology.partition(":")[2].split("x")))
 
 
+class Remat(NamedTuple):
+    """What the backward pass does not recompute: for shardopt, for MaxText, and in words."""
+
+    shardopt: str
+    maxtext: list[str]
+    words: str
+
+
 REMAT = {
-    "full": ("full", ["remat_policy=full"], ""),
-    "attention": ("save:attention", ["remat_policy=custom", "context=device"], "keeps attention"),
-    "projections": (
+    "full": Remat("full", ["remat_policy=full"], ""),
+    "attention": Remat("save:attention", ["remat_policy=custom", "context=device"], "keeps attention"),
+    "projections": Remat(
         "save:qkv,attention,attention_out",
         ["remat_policy=save_dot_with_context_except_mlp"],
         "keeps attention and its products",
     ),
-    "products": (
+    "products": Remat(
         "save:qkv,attention,attention_out,mlp_hidden",
         ["remat_policy=minimal_with_context"],
         "keeps all products",
     ),
 }
-"""What the backward pass does not recompute: for shardopt, for MaxText, and in words."""
 
 
 class Choice(NamedTuple):
@@ -108,7 +115,7 @@ class Choice(NamedTuple):
     def __str__(self) -> str:
         """Return what differs from the defaults, and the memory."""
         words = [
-            REMAT[self.remat][2],
+            REMAT[self.remat].words,
             f"loss in {self.tiles}" if self.tiles > 1 else "",
             f"blocks {self.block}" if self.block != 512 else "",
             "fused products" if self.fused else "",
@@ -119,7 +126,7 @@ class Choice(NamedTuple):
 def choices(who: str, row: Row) -> dict[str, tuple[Any, ...]]:
     """Return the other values of each field of `Choice` in the order in which they are tried; shardopt has no other blocks."""
     vmem = {"v5p": (60,), "v5e": (96, 120), "v6e": (48, 120)}[row.chip]  # a core of v5p has 64 MiB, others have 128
-    common = {"remat": ("attention", "projections", "products"), "tiles": (4,), "vmem": vmem}
+    common = {"remat": tuple(REMAT)[1:], "tiles": (4,), "vmem": vmem}
     return common if who == "shardopt" else {"fused": (True,), "block": (1024,), **common}
 
 
@@ -170,7 +177,7 @@ def compile_shardopt(row: Row, choice: Choice) -> tuple[dict[str, Any], str]:
     tx = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     model = transformer.model(
         shape,
-        remat=REMAT[choice.remat][0],
+        remat=REMAT[choice.remat].shardopt,
         chunk=row.length // choice.tiles if choice.tiles > 1 else None,
         logits_dtype=jnp.bfloat16,  # as MaxText's: logits_dot_in_fp32=false
         sequence_parallel=row.tensor > 1,
@@ -217,7 +224,7 @@ def compile_maxtext(
         f"gradient_accumulation_steps={row.micro_batches}",
         f"ici_tensor_parallelism={row.tensor}",
         "ici_fsdp_parallelism=-1",
-        *REMAT[choice.remat][1],
+        *REMAT[choice.remat].maxtext,
         f"num_vocab_tiling={choice.tiles}",
         f"fused_mlp={choice.fused}",
         f"fused_qkv={choice.fused}",

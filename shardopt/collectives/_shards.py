@@ -17,7 +17,7 @@ from shardopt.collectives._buckets import (
 )
 from shardopt.collectives._per_device import shard_by_shard
 from shardopt.collectives._rounded_gather import gather_rounded
-from shardopt.collectives._tiles import gather_joined, is_tpu, joined_to_tiles, joins_small_matrices, laid_out
+from shardopt.collectives._tiles import gather_joined, in_gathered_layout, is_tpu, joined_to_tiles, joins_small_matrices
 from shardopt.collectives._wire import LeafWire
 from shardopt.core._checksum import checksum_of, to_limbs
 from shardopt.core._rounded_weight import joined
@@ -173,7 +173,7 @@ def _all_gather(x: jax.Array, axis: MeshAxes, dim: int) -> jax.Array:
     def move(x: jax.Array, dim: int) -> jax.Array:
         return _as_bits_on_cpu(lambda x: jax.lax.all_gather(x, axis, axis=dim, tiled=True), x)
 
-    return laid_out(joined_to_tiles(move, x, dim), dim) if is_tpu() else move(x, dim)
+    return in_gathered_layout(joined_to_tiles(move, x, dim), dim) if is_tpu() else move(x, dim)
 
 
 def _cast_in_place(x: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -39,12 +39,12 @@ def joined_to_tiles(move: Move, x: jax.Array, dim: int) -> jax.Array:
     return moved.reshape(*moved.shape[:rows], *x.shape[rows:])
 
 
-def laid_out(gathered: jax.Array, dim: int) -> jax.Array:
-    """Return an array that was gathered on `dim` in the layout in which its parts arrive and are multiplied.
+def in_gathered_layout(gathered: jax.Array, dim: int) -> jax.Array:
+    """Return an array that was gathered on `dim`; a weight [D, C, F] of few parts C keeps the layout of a gather on F.
 
-    A weight [D, C, F] of few parts C that is gathered on F has the components of D next to each other. If XLA:TPU chooses its
-    layout, it stores a product that the backward pass reads with tokens next to each other, and copies it: 1.2 of the 16 ms of a
-    block of Llama 3 8B that keeps its products (v5p:4x4x4, 4096 tokens a chip).
+    This layout has the components of D next to each other. If XLA:TPU may choose another one, it stores the weight's kept product
+    with tokens next to each other. The backward pass copies that: 1.2 of the 16 ms of a block of Llama 3 8B (v5p:4x4x4,
+    4096 tokens a chip, all products kept).
     """
     has_few_parts = gathered.ndim == 3 and dim == 2 and gathered.shape[1] < _TILE_ROWS
     return with_layout_constraint(gathered, Layout((1, 2, 0))) if has_few_parts else gathered

@@ -91,7 +91,7 @@ def factor(loss: Weighted, pieces: int) -> jax.Array:
 
 
 def extreme_over(reduce: Callable[..., jax.Array], value: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Return the maximum or minimum over devices, and NaN if one of them has NaN, which XLA:CPU drops."""
+    """Return the maximum or minimum over devices, or NaN if one device has NaN, which XLA:CPU would drop."""
     extreme = reduce(value, axes)
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         return extreme

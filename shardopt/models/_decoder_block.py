@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
 from shardopt import nn
@@ -387,7 +386,7 @@ def _fused_hidden_on_tpu(
         hidden = _add_bias(hidden, None if bias is None else bias.reshape(-1))
         return jnp.split(checkpoint_name(hidden, "mlp_hidden"), C, axis=-1)
     hidden = nn.quantized_einsum("btd,dcf->cbtf", x, up, precision=config.precision)
-    hidden = with_layout_constraint(hidden, Layout((0, 1, 2, 3))) if is_plain else hidden
+    hidden = layers.components_last(hidden) if is_plain else hidden
     hidden = shard(hidden if bias is None else hidden + bias[:, None, None])
     return layers.split_parts(checkpoint_name(hidden, "mlp_hidden"), dim=0)
 

@@ -119,7 +119,7 @@ def split_parts(x: Array, dim: int = 2) -> list[Array]:
     return [jnp.squeeze(part, dim) for part in jnp.split(x, x.shape[dim], axis=dim)]
 
 
-def components_last(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+def components_last(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
     """Return x, on TPU with the components of a token next to each other in memory.
 
     XLA:TPU would store tokens next to each other in the backward pass. It would copy the input of each block, and read the
@@ -128,7 +128,7 @@ def components_last(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     is_local = mesh_under_trace().shape.get(TENSOR, 1) == 1
     if not (is_local and device_kind_or_default().startswith("TPU")):
         return x
-    return with_layout_constraint(x, Layout((0, 1, 2)))
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def shard_positions(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

@@ -21,8 +21,8 @@ from shardopt.nn._int8_product import (
     NO_GRADIENT,
     ROWS,
     MatrixWeight,
+    RoundedTokens,
     Sizes,
-    Tokens,
     by_strips,
     call_kernel,
     forward,
@@ -62,7 +62,7 @@ class Mlp(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def int8_mlp(
-    mlp: Mlp, x: Float[Array, "B 1 T D"], tokens: Tokens, up: MatrixWeight, down: MatrixWeight
+    mlp: Mlp, x: Float[Array, "B 1 T D"], tokens: RoundedTokens, up: MatrixWeight, down: MatrixWeight
 ) -> Float[Array, "B 1 T D"]:
     """Return `down(activation(gate(x)) * up(x))` with the products of `int8_product`; the activation is in float32.
 
@@ -72,7 +72,7 @@ def int8_mlp(
     return _with_residuals(mlp, x, tokens, up, down)[0]
 
 
-def _with_residuals(mlp: Mlp, x: Array, tokens: Tokens, up: MatrixWeight, down: MatrixWeight) -> Any:
+def _with_residuals(mlp: Mlp, x: Array, tokens: RoundedTokens, up: MatrixWeight, down: MatrixWeight) -> Any:
     qx, x_scale = tokens
     dtype = jnp.result_type(x.dtype, up.zeros[0].dtype)
     parts = [forward(qx, x_scale, up.numbers, up.scale, mlp.up, part, dtype=dtype) for part in range(2)]

@@ -57,7 +57,7 @@ class MatrixWeight(NamedTuple):
     scale: Float[Array, "1 CN"]
 
 
-class Tokens(NamedTuple):
+class RoundedTokens(NamedTuple):
     """Activations rounded by token, side by side with their heads.
 
     Attributes:
@@ -69,15 +69,15 @@ class Tokens(NamedTuple):
     scale: Float[Array, "B T 1"]
 
 
-NO_GRADIENT: Any = Tokens(None, None)  # pyright: ignore[reportArgumentType]
-"""The gradient of `Tokens`, as `custom_vjp` takes it."""
+NO_GRADIENT: Any = RoundedTokens(None, None)  # pyright: ignore[reportArgumentType]
+"""The gradient of `RoundedTokens`, as `custom_vjp` takes it."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def int8_product(
     sizes: Sizes,
     x: Float[Array, "B H T W"],
-    tokens: Tokens,
+    tokens: RoundedTokens,
     weight: MatrixWeight,
 ) -> tuple[Float[Array, "B H T W"], ...]:
     """Return the product over K of rounded activations and each part of a rounded weight; gradients are rounded, too.
@@ -94,7 +94,7 @@ def int8_product(
     return _with_residuals(sizes, x, tokens, weight)[0]
 
 
-def _with_residuals(sizes: Sizes, x: Array, tokens: Tokens, weight: MatrixWeight) -> Any:
+def _with_residuals(sizes: Sizes, x: Array, tokens: RoundedTokens, weight: MatrixWeight) -> Any:
     zeros, numbers, scale = weight
     qx, x_scale = tokens
     dtype = jnp.result_type(x.dtype, zeros[0].dtype)
@@ -135,7 +135,7 @@ class Tile(NamedTuple):
     columns: int
 
 
-def round_rows(parts: Sequence[Float[Array, "B H T W"]], factor: Float[Array, "1 S"] | None = None) -> Tokens:
+def round_rows(parts: Sequence[Float[Array, "B H T W"]], factor: Float[Array, "1 S"] | None = None) -> RoundedTokens:
     """Return parts side by side, times a factor of each column, rounded, and a scale for each token over all of them."""
     from jax.experimental import pallas as pl  # imported late, since the import takes long
 
@@ -153,7 +153,7 @@ def round_rows(parts: Sequence[Float[Array, "B H T W"]], factor: Float[Array, "1
         [jax.ShapeDtypeStruct((B, T, S), jnp.int8), jax.ShapeDtypeStruct((B, T, 1), jnp.float32)],
         name="round_rows",
     )
-    return Tokens(*rounded)
+    return RoundedTokens(*rounded)
 
 
 def _round_rows(num_parts: int, *refs: Any) -> None:
@@ -174,7 +174,7 @@ def _round_rows(num_parts: int, *refs: Any) -> None:
     by_strips(block, ROWS, round_strip)
 
 
-def norm_and_round(x: Float[Array, "B T D"], scale: Float[Array, " D"], epsilon: float) -> Tokens:
+def norm_and_round(x: Float[Array, "B T D"], scale: Float[Array, " D"], epsilon: float) -> RoundedTokens:
     """Return `rms_norm(x, scale, epsilon)` rounded, in one pass over x."""
     from jax.experimental import pallas as pl
 
@@ -189,7 +189,7 @@ def norm_and_round(x: Float[Array, "B T D"], scale: Float[Array, " D"], epsilon:
         [jax.ShapeDtypeStruct((B, T, D), jnp.int8), jax.ShapeDtypeStruct((B, T, 1), jnp.float32)],
         name="norm_and_round",
     )
-    return Tokens(*rounded)
+    return RoundedTokens(*rounded)
 
 
 def _norm_and_round(epsilon: float, x: Any, factor: Any, numbers: Any, scale: Any) -> None:

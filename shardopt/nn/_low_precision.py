@@ -6,7 +6,7 @@ Scales are of one token, one channel of a weight, or one row of tokens, so many 
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast, get_args
+from typing import NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,8 @@ from shardopt.mesh import device_kind_or_default, is_analysed, mesh_under_trace
 from shardopt.nn._int8_mlp import Mlp, int8_mlp
 from shardopt.nn._int8_product import (
     MatrixWeight,
+    RoundedTokens,
     Sizes,
-    Tokens,
     int8_product,
     norm_and_round,
     round_rows,
@@ -37,13 +37,13 @@ from shardopt.trace._marks import ROW_MAXIMUM, marked
 
 
 class Normed(NamedTuple):
-    """Activations after a norm, with what it normed: kernels norm and round that in one pass.
+    """Activations and the arguments of the norm that returned them, from which one kernel norms and rounds.
 
     Attributes:
-      normed: `rms_norm(x, scale, epsilon)`, which has the gradient. XLA does not compute it if only kernels use it.
-      x: before the norm.
-      scale: of the norm.
-      epsilon: of the norm.
+      normed: the activations, `rms_norm(x, scale, epsilon)`. They have the gradient. XLA does not compute them for kernels.
+      x: the first argument of the norm.
+      scale: its second argument.
+      epsilon: its third argument.
     """
 
     normed: Float[Array, "B T D"]
@@ -57,8 +57,8 @@ class Normed(NamedTuple):
         return self.normed.shape
 
     @property
-    def tokens(self) -> Tokens:
-        """The activations rounded by a kernel."""
+    def rounded(self) -> RoundedTokens:
+        """The activations, rounded by a kernel."""
         x, scale = jax.lax.stop_gradient((self.x, self.scale))
         return norm_and_round(x, scale, self.epsilon)
 
@@ -79,7 +79,7 @@ def quantized_einsum(
 
     Args:
       subscripts: of two operands, such as "btd,dhk->bthk". Dims of both operands are summed; all others are in the result.
-      x: activations. `Normed` is for the decoder.
+      x: activations, or a `Normed` with them.
       weight: in the dtype of the product without quantisation. A weight with an adapter (`shardopt.adapters`) adds the
         product of x and the adapter, which is not quantised. A weight that `BlockModel.rounded` names is rounded already.
       precision: "int8" (TPU v5e, v5p, v6e, GPU) or "fp8" (TPU 7x; GPU from Hopper). On CPU the rounded numbers are multiplied in
@@ -398,8 +398,8 @@ def gated_mlp(
     return cast(Array, int8_mlp(mlp, by_heads, _rounded_tokens(x, by_heads), up_weight, down_weight))[:, 0]
 
 
-def _rounded_tokens(x: Array | Normed, by_heads: Float[Array, "B H T W"]) -> Tokens:
-    return x.tokens if isinstance(x, Normed) else round_rows([jax.lax.stop_gradient(by_heads)])
+def _rounded_tokens(x: Array | Normed, by_heads: Float[Array, "B H T W"]) -> RoundedTokens:
+    return x.rounded if isinstance(x, Normed) else round_rows([jax.lax.stop_gradient(by_heads)])
 
 
 def _by_kernels(product: Product, x: Array | Normed, weight: Array | RoundedWeight) -> Array | None:
@@ -412,8 +412,9 @@ def _by_kernels(product: Product, x: Array | Normed, weight: Array | RoundedWeig
     heads = _heads(product.summed, sizes)
     width = math.prod(sizes[letter] for letter in product.summed) // heads
     by_heads = plain(x).reshape(-1, sizes[product.tokens[-1]], heads, width).swapaxes(1, 2)
-    y = int8_product(kernel_sizes, by_heads, _rounded_tokens(x, by_heads), kernel_weight)
-    y = [part.swapaxes(1, 2).reshape([sizes[letter] for letter in product.tokens + channels]) for part in cast(Any, y)]
+    tokens = _rounded_tokens(x, by_heads)
+    y = cast(tuple[Array, ...], int8_product(kernel_sizes, by_heads, tokens, kernel_weight))
+    y = [part.swapaxes(1, 2).reshape([sizes[letter] for letter in product.tokens + channels]) for part in y]
     return jnp.stack(y).reshape([sizes[letter] for letter in product.out]) if parts else y[0]
 
 

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import shardopt as so
-from shardopt.collectives._tiles import laid_out
+from shardopt.collectives._tiles import in_gathered_layout
 from shardopt.models import _transformer as transformer
 from shardopt.planning import Transformer
 
@@ -43,7 +43,7 @@ def test_collectives_over_a_whole_torus():
     ids=str,
 )
 def test_a_weight_of_few_parts_is_read_as_it_arrives(shape, dim, layouts):
-    found = jax.make_jaxpr(lambda x: laid_out(x, dim))(jnp.zeros(shape)).eqns
+    found = jax.make_jaxpr(lambda x: in_gathered_layout(x, dim))(jnp.zeros(shape)).eqns
     assert [equation.params["layout"].major_to_minor for equation in found] == layouts
 
 
