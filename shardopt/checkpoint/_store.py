@@ -229,11 +229,25 @@ def read_orbax(folder: Path, target: PyTree) -> PyTree:
 
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         try:
+            # A shape that orbax itself refuses is found while it reads other files, and those reads are never finished.
+            _check_shapes(target, reader.metadata(folder).item_metadata.tree)
             return reader.restore(folder, _restore_args(target, partial_restore=True))
         except (ValueError, KeyError, TypeError) as error:
             problem = f"{folder}, written by orbax, does not fit the abstract tree: {error}"
             fix = "pass the containers, key paths and shapes that were saved; parts of them are enough."
             raise CheckpointError(error_text(problem, fix=fix)) from error
+
+
+def _check_shapes(target: PyTree, written: PyTree) -> None:
+    """Raise a ValueError if a wanted array has another shape than the one that was written under its path."""
+    shapes = {path: leaf.shape for path, leaf in leaves_by_path(written).items()}
+    misfits = [
+        f"{show(path)} is {shapes[path]}, not {leaf.shape}"
+        for path, leaf in leaves_by_path(target).items()
+        if path in shapes and not _is_key(leaf) and leaf.shape != shapes[path]
+    ]
+    if misfits:
+        raise ValueError(", ".join(misfits))
 
 
 def _restore_args(target: PyTree, **options: Any) -> Any:
