@@ -19,21 +19,17 @@ from shardopt.core._rounded_weight import inverse
 from shardopt.nn._int8_product import (
     LARGEST,
     NO_GRADIENT,
-    ROWS,
     MatrixWeight,
     RoundedTokens,
     Sizes,
-    by_strips,
-    call_kernel,
     forward,
     gradient_of,
     gradient_of_tokens,
     gradient_of_weight,
-    largest_block,
     round_columns,
     round_rows,
 )
-from shardopt.nn._kernel_tiles import LANES
+from shardopt.nn._kernel_tiles import LANES, ROWS, by_strips, call_kernel, largest_block
 
 Elementwise = Callable[..., Sequence[Array]]
 

@@ -20,13 +20,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8
 
 from shardopt.core._rounded_weight import eight_bits, inverse
-from shardopt.mesh import device_kind_or_default
-from shardopt.nn._kernel_tiles import LANES, product, vmem
+from shardopt.nn._kernel_tiles import LANES, ROWS, by_strips, call_kernel, largest_block, product, vmem
 
 STRIP = 256
 LARGEST = eight_bits("int8")[1]
-ROWS, _BYTES = 32, 22
-"""Rows of a register of int8, and the bytes of VMEM for a number that is rounded: two buffers of it, and float32."""
+_BYTES = 22
+"""The bytes of VMEM for a number that is rounded: two buffers of it, and float32."""
 
 
 class Sizes(NamedTuple):
@@ -241,13 +240,6 @@ def _round_columns(x_ref: Any, *refs: Any) -> None:
 
 def _divided(x: Array, scale: Array) -> Array:
     return jnp.round(x * inverse(scale)).astype(jnp.int8)
-
-
-def by_strips(size: int, strip: int, run: Any) -> None:
-    """Run a function on each strip of a block: a loop has less code, which compiles faster."""
-    from jax.experimental import pallas as pl
-
-    lax.fori_loop(0, size // strip, lambda i, _: run(pl.ds(pl.multiple_of(i * strip, strip), strip)), None)
 
 
 class _Result(NamedTuple):
@@ -485,51 +477,8 @@ def tile_of(rows: int, columns: int, summed: int) -> Tile:
     return max(fits or tiles[-1:], key=lambda tile: math.prod(tile) / sum(tile))
 
 
-def largest_block(size: int, largest: int, smallest: int, bytes_per_index: int) -> int:
-    """Return the largest block of a dim between `smallest` and `largest`, which are powers of 2, that fits into VMEM."""
-    block = math.gcd(size, largest)
-    while block > smallest and block * bytes_per_index > vmem():
-        block //= 2
-    return block
-
-
 def takes(parts: int, length: int, summed: int, channels: int) -> bool:
     """Return whether the kernels take a product: sizes are multiples of 128, and whole rows and columns fit into VMEM."""
     row, column = parts * max(summed, channels), max(length, summed)
     is_whole = not (length % LANES or summed % LANES or channels % LANES)
     return is_whole and _BYTES * max(ROWS * row, LANES * column) <= vmem()
-
-
-def call_kernel(
-    kernel: Any,
-    grid: tuple[int, ...],
-    inputs: list[Array],
-    in_specs: list[Any],
-    out_specs: list[Any],
-    out_shape: list[Any],
-    *,
-    name: str,
-    flops: int = 0,
-    scratch_shapes: Any = (),
-    sequential: int = 0,
-) -> Any:
-    """Run a kernel; the last `sequential` dims of its grid run in order, and the others on any core."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
-
-    semantics: Any = ("parallel",) * (len(grid) - sequential) + ("arbitrary",) * sequential
-    bytes_accessed = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in (*inputs, *out_shape))
-    call = pl.pallas_call(
-        kernel,
-        grid=grid,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        out_shape=out_shape,
-        scratch_shapes=scratch_shapes,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=vmem()),
-        cost_estimate=pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=bytes_accessed),
-        name=name,
-        interpret=not device_kind_or_default().startswith("TPU"),
-    )
-    # jax 0.10 keeps a kernel whose results nothing reads, and drops a jitted function
-    return jax.jit(call)(*inputs)
