@@ -78,6 +78,7 @@ def int8_product(
     x: Float[Array, "B H T W"],
     tokens: RoundedTokens,
     weight: MatrixWeight,
+    added: Float[Array, "B 1 T N"] | None = None,
 ) -> tuple[Float[Array, "B H T W"], ...]:
     """Return the product over K of rounded activations and each part of a rounded weight; gradients are rounded, too.
 
@@ -89,30 +90,43 @@ def int8_product(
       x: activations, which are not read. They have the gradient.
       tokens: x, rounded by `round_rows` or `norm_and_round`.
       weight: the rounded weight.
+      added: what is added to the product; only to one without heads.
     """
-    return _with_residuals(sizes, x, tokens, weight)[0]
+    return _with_residuals(sizes, x, tokens, weight, added)[0]
 
 
-def _with_residuals(sizes: Sizes, x: Array, tokens: RoundedTokens, weight: MatrixWeight) -> Any:
+def _with_residuals(
+    sizes: Sizes, x: Array, tokens: RoundedTokens, weight: MatrixWeight, added: Array | None = None
+) -> Any:
     zeros, numbers, scale = weight
     qx, x_scale = tokens
     dtype = jnp.result_type(x.dtype, zeros[0].dtype)
-    y = tuple(forward(qx, x_scale, numbers, scale, sizes, part, dtype=dtype) for part in range(sizes.parts))
+    y = tuple(forward(qx, x_scale, numbers, scale, sizes, part, added, dtype=dtype) for part in range(sizes.parts))
     like_x, like_weight = jnp.zeros((0, x.shape[1]), x.dtype), jnp.zeros(0, zeros[0].dtype)
-    return y, (like_x, like_weight, qx, x_scale, numbers, scale)
+    return y, (like_x, like_weight, like(added), qx, x_scale, numbers, scale)
 
 
-def _gradients(sizes: Sizes, residuals: tuple[Array, ...], grads: tuple[Array, ...]) -> Any:
-    like_x, like_weight, qx, x_scale, numbers, scale = residuals
+def _gradients(sizes: Sizes, residuals: Any, grads: tuple[Array, ...]) -> Any:
+    like_x, like_weight, like_added, qx, x_scale, numbers, scale = residuals
     by_token, token_scale = round_rows(grads, scale)
     heads = like_x.shape[1]
     dx = gradient_of_tokens(by_token, token_scale, numbers, sizes, heads, dtype=like_x.dtype)
     by_channel = [round_columns(grad, x_scale) for grad in grads]
     dw = tuple(gradient_of_weight(qx, *rounded, sizes, dtype=like_weight.dtype) for rounded in by_channel)
-    return dx, NO_GRADIENT, gradient_of(dw)
+    return dx, NO_GRADIENT, gradient_of(dw), gradient_of_sum(grads[0], like_added)
 
 
 int8_product.defvjp(_with_residuals, _gradients)
+
+
+def like(added: Array | None) -> Array | None:
+    """Return an empty array that tells the dtype of what was added."""
+    return None if added is None else jnp.zeros(0, added.dtype)
+
+
+def gradient_of_sum(grad: Array, like_added: Array | None) -> Array | None:
+    """Return the gradient of what was added."""
+    return None if like_added is None else grad.astype(like_added.dtype)
 
 
 def gradient_of(parts: tuple[Array, ...]) -> MatrixWeight:
@@ -293,10 +307,11 @@ def forward(
     weight_scale: Float[Array, "1 CN"],
     sizes: Sizes,
     part: int,
+    added: Float[Array, "B 1 T W"] | None = None,
     *,
     dtype: DTypeLike,
 ) -> Float[Array, "B H T W"]:
-    """Return the product of activations and a part of a weight over K, with their scales."""
+    """Return the product of activations and a part of a weight over K, with their scales, plus what is added."""
     from jax.experimental import pallas as pl
 
     (B, T, K), N = x.shape, weight_scale.shape[1] // sizes.parts
@@ -310,13 +325,14 @@ def forward(
     return call_kernel(
         functools.partial(_forward, int(sizes.by_channel)),
         (B, T // tile.rows, blocks),
-        [x, x_scale, weight, weight_scale],
+        [x, x_scale, weight, weight_scale, *([] if added is None else [added])],
         [
             pl.BlockSpec((None, tile.rows, K), lambda b, i, j: (b, i, 0)),
             pl.BlockSpec((None, tile.rows, 1), lambda b, i, j: (b, i, 0)),
             weight_spec,
             pl.BlockSpec((1, columns), lambda b, i, j: (0, part * blocks + j)),
-        ],
+        ]
+        + [pl.BlockSpec(result.block, result.place)] * (added is not None),
         [pl.BlockSpec(result.block, result.place)],
         [jax.ShapeDtypeStruct(result.shape, dtype)],
         name="int8_forward",
@@ -324,11 +340,16 @@ def forward(
     )[0]
 
 
-def _forward(summed: int, x: Any, x_scale: Any, weight: Any, weight_scale: Any, out: Any) -> None:
+def _forward(summed: int, x: Any, x_scale: Any, weight: Any, weight_scale: Any, *refs: Any) -> None:
+    *added, out = refs
+
     def multiply_strip(columns: Any) -> None:
         strip = weight[columns] if summed else weight[:, columns]
         sums = product(x[...], strip, 1, summed, jnp.int32).astype(jnp.float32)
-        _write(out, columns, (sums * x_scale[...] * weight_scale[:, columns]).astype(out.dtype))
+        y = (sums * x_scale[...] * weight_scale[:, columns]).astype(out.dtype)
+        if added:  # rounded to the dtype of the result before and after, like outside of the kernel
+            y = (y.astype(jnp.float32) + added[0][0, :, columns].astype(jnp.float32)).astype(out.dtype)
+        _write(out, columns, y)
 
     size = weight_scale.shape[1]
     by_strips(size, math.gcd(size, STRIP), multiply_strip)

@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from shardopt.mesh import device_kind_or_default
+from shardopt.mesh import device_kind_or_default, mesh_under_trace
 from shardopt.nn._flash import HIDDEN, Rule
 
 LANES = 128
@@ -55,6 +56,13 @@ def divisors(heads: int) -> list[int]:
     A step with several heads has longer products, and its masks and bookkeeping are shared.
     """
     return [count for count in range(1, 5) if heads % count == 0]
+
+
+def is_local() -> bool:
+    """Return whether arrays under trace are those of one device: each mesh axis is manual, or has size 1."""
+    mesh = mesh_under_trace()
+    axis_types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return all(kind == AxisType.Manual or mesh.shape[axis] == 1 for axis, kind in axis_types)
 
 
 def vmem(kind: str | None = None) -> int:
