@@ -55,7 +55,7 @@ ROUND_X, ROUND_BY_TOKEN, ROUND_BY_CHANNEL = "tokens, rounded", "gradient, by tok
 KERNELS = (FORWARD, TOKENS_GRADIENT, WEIGHT_GRADIENT, ROUND_X, ROUND_BY_TOKEN, ROUND_BY_CHANNEL)
 """Names of what kernels compute. Gate and up share the gradient of the tokens, and their gradient that is rounded by token.
 The other kernels have one of the two."""
-ROUND_WEIGHT, NORM_AND_ROUND = "weight, rounded", "tokens, normed and rounded"
+ROUND_WEIGHT, NORM_AND_ROUND, NORM_GRADIENT = "weight, rounded", "tokens, normed and rounded", "gradient of a norm"
 
 
 class Call(NamedTuple):
@@ -218,6 +218,7 @@ def moved_bytes(grid: tuple[int, ...], specs: list[Any], dtypes: list[Any]) -> i
 def programs() -> dict[str, tuple[Callable[..., Any], list[tuple[tuple[int, ...], str]]]]:
     """Return a function for each kernel and weight, and the shapes and dtypes of its arguments."""
     from shardopt.nn import _int8_product as kernels
+    from shardopt.nn._norm import gradient_of_norm
 
     T, wide = TOKENS, "bfloat16"
     found = {}
@@ -252,6 +253,10 @@ def programs() -> dict[str, tuple[Callable[..., Any], list[tuple[tuple[int, ...]
     return found | {
         f"{ROUND_WEIGHT}, gate and up": (kernels.rounded_matrix, [((K, N), wide)]),
         f"{NORM_AND_ROUND}, gate and up": (norm, [((1, T, K), wide), ((K,), wide)]),
+        NORM_GRADIENT: (
+            lambda x, scale, grad, norm_grad: gradient_of_norm(x, scale, 1e-5, grad, [norm_grad]),
+            [((1, T, K), wide), ((K,), wide), *[((1, T, K), wide)] * 2],
+        ),
     }
 
 
@@ -261,22 +266,23 @@ def compile_programs(topology: str, folder: Path) -> None:
     import jax.numpy as jnp
 
     import shardopt as so
-    from shardopt.nn import _int8_product as kernels
+    from shardopt.nn import _int8_product, _norm
+    from shardopt.nn._kernel_tiles import by_strips, call_kernel
     from shardopt.planning import topology_devices
 
     calls, strips = [], []
-    run, by_strips = kernels.call_kernel, kernels.by_strips
 
     def recorded_call(kernel, grid, inputs, in_specs, out_specs, out_shape, *, name, flops=0, **options):
         moved = moved_bytes(grid, [*in_specs, *out_specs], [array.dtype for array in (*inputs, *out_shape)])
         calls.append((name, grid, flops, moved))
-        return run(kernel, grid, inputs, in_specs, out_specs, out_shape, name=name, flops=flops, **options)
+        return call_kernel(kernel, grid, inputs, in_specs, out_specs, out_shape, name=name, flops=flops, **options)
 
     def recorded_strips(size, strip, function):
         strips.append(size // strip)
         by_strips(size, strip, function)
 
-    kernels.call_kernel, kernels.by_strips = recorded_call, recorded_strips
+    for module in (_int8_product, _norm):
+        module.call_kernel, module.by_strips = recorded_call, recorded_strips
     mesh = so.make_mesh(data=1, devices=topology_devices(topology)[:1])
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     for program, (function, arguments) in programs().items():

@@ -4,6 +4,7 @@ Suffixes: B sequences, T positions, D width, H heads, G heads of keys and values
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -27,6 +28,7 @@ from shardopt.models._routers import Routers
 from shardopt.nn._attention import masked_attention
 from shardopt.nn._low_precision import Normed, gated_mlp, plain
 from shardopt.nn._low_rank import Weight
+from shardopt.nn._norm import norm_of_stream, rms_norm
 from shardopt.nn._order import row_length
 from shardopt.partition import shard_axes
 from shardopt.partition._plan import largest_divisible_dim
@@ -160,26 +162,46 @@ def apply_cached_block(
     stream = stream._replace(x=layers.components_last(stream.x))
     weights = layers.cast({part: leaves for part, leaves in weights.items() if part != "router"}, config.dtype)
     attention, mlp = weights["attention"], weights["mlp"]
-    normed, routers = _branch_input(config, attention, stream.x), stream.routers
-    mixed, cache = _attention(config, attention, normed, stream, cache, start)
-    x = _add_branch(config, attention, stream.x, mixed)
-    if config.parallel != "norm":
-        normed = _branch_input(config, mlp, stream.x if config.parallel else x)
+    routers, by_kernels = stream.routers, _adds_by_kernels(config)
+    x, inputs = _branch_inputs(config, attention, stream.x, _num_projections(config))
+    mixed, cache = _attention(config, attention, inputs, stream, x if by_kernels else None, cache, start)
+    before, x = x, mixed if by_kernels else _add_branch(config, attention, x, mixed)
+    if config.parallel is None:
+        x, inputs = _branch_inputs(config, mlp, x)
+    elif config.parallel != "norm":
+        _, inputs = _branch_inputs(config, mlp, before)
     if router is None:
-        out = _mlp(config, mlp, normed)
+        out = _mlp(config, mlp, inputs[0], x if by_kernels else None)
+        x = out if by_kernels else _add_branch(config, mlp, x, out)
     else:
-        out, routers = _experts(config, weights, router, plain(normed), routers)
-    x = _add_branch(config, mlp, x, out)
+        out, routers = _experts(config, weights, router, plain(inputs[0]), routers)
+        x = _add_branch(config, mlp, x, out)
     return stream._replace(x=x, layer=None if stream.layer is None else stream.layer + 1, routers=routers), cache
 
 
-def _branch_input(config: DecoderConfig, weights: Params, x: Array) -> Array | Normed:
-    normed = apply_norm(config, weights, "norm", x) if config.pre_norms else x
-    if config.sequence_parallel:
-        return layers.gather_positions(normed)
-    if config.precision == "int8" and config.pre_norms and config.norm == "rms":
-        return Normed(normed, x, weights["norm"], config.norm_epsilon)
-    return normed
+def _num_projections(config: DecoderConfig) -> int:
+    """Return how many products by kernels read the norm before attention; each gives back a gradient of its own."""
+    is_rounded = config.precision == "int8" and config.latent is None
+    return {"qkv": 1, "kv": 2, None: 3}[config.fused] if is_rounded else 1
+
+
+def _branch_inputs(
+    config: DecoderConfig, weights: Params, x: Array, uses: int = 1
+) -> tuple[Array, list[Array | Normed]]:
+    """Return x, and the input of a branch once for each of its uses."""
+    if config.sequence_parallel or not config.pre_norms or config.norm != "rms":
+        normed = apply_norm(config, weights, "norm", x) if config.pre_norms else x
+        return x, [layers.gather_positions(normed) if config.sequence_parallel else normed] * uses
+    x, inputs = norm_of_stream(x, weights["norm"], config.norm_epsilon, uses)
+    if config.precision == "int8":
+        return x, [Normed(normed, x, weights["norm"], config.norm_epsilon) for normed in inputs]
+    return x, list(inputs)
+
+
+def _adds_by_kernels(config: DecoderConfig) -> bool:
+    """Return whether the last product of a branch adds the stream: the kernels for int8 do it in the same pass."""
+    has_more = config.post_norms or config.sequence_parallel or config.out_bias or config.mlp_bias
+    return config.precision == "int8" and config.branch_scale == 1 and not has_more
 
 
 def _add_branch(config: DecoderConfig, weights: Params, x: Array, out: Array) -> Array:
@@ -202,8 +224,8 @@ def apply_norm(
         return _layer_norm(x, scale, bias, config.norm_epsilon)
     assert scale is not None
     if config.norm == "rms":
-        return layers.rms_norm(x, scale, config.norm_epsilon)
-    return layers.rms_norm(x.astype(wide), scale, config.norm_epsilon).astype(x.dtype)
+        return rms_norm(x, scale, config.norm_epsilon)
+    return rms_norm(x.astype(wide), scale, config.norm_epsilon).astype(x.dtype)
 
 
 @functools.partial(jax.checkpoint, static_argnums=3)
@@ -219,21 +241,24 @@ def _layer_norm(x: Array, scale: Array | None, bias: Array | None, epsilon: floa
 def _attention(
     config: DecoderConfig,
     weights: Params,
-    x: Float[Array, "B T D"] | Normed,
+    inputs: list[Float[Array, "B T D"] | Normed],
     stream: Stream,
+    added: Float[Array, "B T D"] | None,
     cache: KVCache | None,
     start: Array | int,
 ) -> tuple[Float[Array, "B T D"], KVCache | None]:
+    """Return what attention mixes, projected, plus what is added; and the cache."""
     kind = None if stream.layer is None else jnp.asarray(_kind_numbers(config))[stream.layer]
-    places = layers.places(x.shape[1], stream.positions, stream.order)
-    rotate = _rotation(config, kind, places, row_length(x.shape[1]))
+    length = inputs[0].shape[1]
+    places = layers.places(length, stream.positions, stream.order)
+    rotate = _rotation(config, kind, places, row_length(length))
     if config.latent is None:
-        query, key, value = _qkv(config, weights, x)
+        query, key, value = _qkv(config, weights, inputs)
         query, key = rotate(query), rotate(key)
         if config.qk_norm == "rotated_head":
             query, key = (apply_norm(config, weights, f"{name}_norm", x) for name, x in (("q", query), ("k", key)))
     else:
-        query, key, value = latent_qkv(weights, plain(x), config.latent, rotate)
+        query, key, value = latent_qkv(weights, plain(inputs[0]), config.latent, rotate)
     if config.attention_scale is not None:
         query = query * (config.attention_scale * math.sqrt(config.head_width))
     query, key, value = checkpoint_name((query, key, value), "qkv")
@@ -243,13 +268,15 @@ def _attention(
         write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), start, axis=1)  # noqa: E731
         cache = KVCache(write(cache.key, key), write(cache.value, value))
         mixed = _mix_cached(config, kind, query, cache, places, weights.get("sinks"))
-    out = nn.quantized_einsum("bthk,hkd->btd", mixed, weights["out"], precision=config.precision)
+    out = nn.quantized_einsum("bthk,hkd->btd", mixed, weights["out"], precision=config.precision, added=added)
     return checkpoint_name(_add_bias(out, weights.get("out_bias")), "attention_out"), cache
 
 
-def _qkv(config: DecoderConfig, weights: Params, x: Array | Normed) -> tuple[Array, Array, Array]:
+def _qkv(config: DecoderConfig, weights: Params, inputs: list[Array | Normed]) -> tuple[Array, Array, Array]:
+    rest = itertools.chain(inputs, itertools.repeat(inputs[-1]))
+
     def project(name: str, dims: str = "hk") -> Array:
-        heads = nn.quantized_einsum(f"btd,d{dims}->bt{dims}", x, weights[name], precision=config.precision)
+        heads = nn.quantized_einsum(f"btd,d{dims}->bt{dims}", next(rest), weights[name], precision=config.precision)
         return _add_bias(heads, weights.get(f"{name}_bias"))
 
     def norm(heads: Array, name: str) -> Array:
@@ -342,7 +369,12 @@ def _mix_cached(
     return masked_attention(query, *cache, mask, softcap=config.attention_softcap, sinks=sinks)
 
 
-def _mlp(config: DecoderConfig, weights: Params, x: Float[Array, "B T D"] | Normed) -> Float[Array, "B T D"]:
+def _mlp(
+    config: DecoderConfig,
+    weights: Params,
+    x: Float[Array, "B T D"] | Normed,
+    added: Float[Array, "B T D"] | None = None,
+) -> Float[Array, "B T D"]:
     # without constraints the partitioner shards the gradients of gate and up differently, and moves them
     shard = layers.shard_last if config.sequence_parallel else lambda x: x
 
@@ -352,7 +384,12 @@ def _mlp(config: DecoderConfig, weights: Params, x: Float[Array, "B T D"] | Norm
 
     if config.gated and config.fused and not config.mlp_bias:
         by_kernels = gated_mlp(
-            x, weights["up"], weights["down"], activation=ACTIVATIONS[config.activation], precision=config.precision
+            x,
+            weights["up"],
+            weights["down"],
+            activation=ACTIVATIONS[config.activation],
+            precision=config.precision,
+            added=added,
         )
         if by_kernels is not None:
             return by_kernels
@@ -366,7 +403,7 @@ def _mlp(config: DecoderConfig, weights: Params, x: Float[Array, "B T D"] | Norm
     def down(hidden: list[Array], weight: Weight) -> Array:
         activated = ACTIVATIONS[config.activation](hidden[0])
         activated = shard(activated * hidden[1] if config.gated else activated)
-        return nn.quantized_einsum("btf,fd->btd", activated, weight, precision=config.precision)
+        return nn.quantized_einsum("btf,fd->btd", activated, weight, precision=config.precision, added=added)
 
     down = jax.checkpoint(down) if config.recompute_activation else down
     return _add_bias(down(hidden, weights["down"]), weights.get("down_bias"))

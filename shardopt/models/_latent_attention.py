@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from shardopt import nn
-from shardopt.models._layers import rms_norm
 from shardopt.nn._low_rank import Weight
+from shardopt.nn._norm import rms_norm
 
 _product = functools.partial(nn.quantized_einsum, precision=None)
 """The product with a weight, which may have an adapter."""

@@ -33,22 +33,6 @@ def cast(tree: Tree, dtype: DTypeLike | None) -> Tree:
     return jax.tree.map(cast_leaf, tree, is_leaf=lambda leaf: isinstance(leaf, RoundedWeight))
 
 
-@jax.checkpoint
-def rms_norm(
-    x: Float[Array, "*batch D"], scale: Float[Array, " D"], epsilon: float | Float[Array, ""] = 1e-6
-) -> Float[Array, "*batch D"]:
-    """Scale every vector to root mean square one, then multiply each component by a learned factor.
-
-    Statistics are computed in float32 at least. Only x is stored for the backward pass.
-
-    References:
-      Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
-    """
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
-    return (wide * inverse).astype(x.dtype) * jnp.broadcast_to(scale, x.shape)
-
-
 def rotate_by(
     x: Float[Array, "B T H K"],
     positions: Int[Array, "*B T"],

@@ -19,21 +19,19 @@ from shardopt.core._rounded_weight import inverse
 from shardopt.nn._int8_product import (
     LARGEST,
     NO_GRADIENT,
-    ROWS,
     MatrixWeight,
     RoundedTokens,
     Sizes,
-    by_strips,
-    call_kernel,
     forward,
     gradient_of,
+    gradient_of_sum,
     gradient_of_tokens,
     gradient_of_weight,
-    largest_block,
+    like,
     round_columns,
     round_rows,
 )
-from shardopt.nn._kernel_tiles import LANES
+from shardopt.nn._kernel_tiles import LANES, ROWS, by_strips, call_kernel, largest_block
 
 Elementwise = Callable[..., Sequence[Array]]
 
@@ -62,29 +60,36 @@ class Mlp(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def int8_mlp(
-    mlp: Mlp, x: Float[Array, "B 1 T D"], tokens: RoundedTokens, up: MatrixWeight, down: MatrixWeight
+    mlp: Mlp,
+    x: Float[Array, "B 1 T D"],
+    tokens: RoundedTokens,
+    up: MatrixWeight,
+    down: MatrixWeight,
+    added: Float[Array, "B 1 T D"] | None = None,
 ) -> Float[Array, "B 1 T D"]:
-    """Return `down(activation(gate(x)) * up(x))` with the products of `int8_product`; the activation is in float32.
+    """Return `added + down(activation(gate(x)) * up(x))` with the products of `int8_product`; the activation is in float32.
 
     `tokens` is x, rounded; x is not read, and has the gradient. The parts before the activation have the name "mlp_hidden", and
     are not recomputed where remat saves it.
     """
-    return _with_residuals(mlp, x, tokens, up, down)[0]
+    return _with_residuals(mlp, x, tokens, up, down, added)[0]
 
 
-def _with_residuals(mlp: Mlp, x: Array, tokens: RoundedTokens, up: MatrixWeight, down: MatrixWeight) -> Any:
+def _with_residuals(
+    mlp: Mlp, x: Array, tokens: RoundedTokens, up: MatrixWeight, down: MatrixWeight, added: Array | None = None
+) -> Any:
     qx, x_scale = tokens
     dtype = jnp.result_type(x.dtype, up.zeros[0].dtype)
     parts = [forward(qx, x_scale, up.numbers, up.scale, mlp.up, part, dtype=dtype) for part in range(2)]
     parts = checkpoint_name(parts, "mlp_hidden")
     ((hidden, hidden_scale),) = round_rows_of(parts, [mlp.hidden], [None])
-    y = forward(hidden, hidden_scale, down.numbers, down.scale, mlp.down, 0, dtype=dtype)
+    y = forward(hidden, hidden_scale, down.numbers, down.scale, mlp.down, 0, added, dtype=dtype)
     likes = jnp.zeros(0, x.dtype), jnp.zeros(0, up.zeros[0].dtype), jnp.zeros(0, down.zeros[0].dtype)
-    return y, (likes, qx, x_scale, parts, up[1:], down[1:])
+    return y, (likes, like(added), qx, x_scale, parts, up[1:], down[1:])
 
 
 def _gradients(mlp: Mlp, residuals: Any, grad: Array) -> Any:
-    (like_x, like_up, like_down), qx, x_scale, parts, (up, up_scale), (down, down_scale) = residuals
+    (like_x, like_up, like_down), like_added, qx, x_scale, parts, (up, up_scale), (down, down_scale) = residuals
     rows, row_scale = round_rows([grad], down_scale)
     d_hidden = gradient_of_tokens(rows, row_scale, down, mlp.down, 1, dtype=parts[0].dtype)
     both, functions = [*parts, d_hidden], [lambda gate, up, _: mlp.hidden(gate, up), mlp.gradients]
@@ -93,7 +98,7 @@ def _gradients(mlp: Mlp, residuals: Any, grad: Array) -> Any:
     dx = gradient_of_tokens(rows, row_scale, up, mlp.up, 1, dtype=like_x.dtype)
     columns = round_columns_of(both, mlp.gradients, x_scale)
     d_up = tuple(gradient_of_weight(qx, *rounded, mlp.up, dtype=like_up.dtype) for rounded in columns)
-    return dx, NO_GRADIENT, gradient_of(d_up), gradient_of((d_down,))
+    return dx, NO_GRADIENT, gradient_of(d_up), gradient_of((d_down,)), gradient_of_sum(grad, like_added)
 
 
 int8_mlp.defvjp(_with_residuals, _gradients)

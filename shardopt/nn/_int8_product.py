@@ -20,13 +20,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8
 
 from shardopt.core._rounded_weight import eight_bits, inverse
-from shardopt.mesh import device_kind_or_default
-from shardopt.nn._kernel_tiles import LANES, product, vmem
+from shardopt.nn._kernel_tiles import LANES, ROWS, by_strips, call_kernel, largest_block, product, vmem
 
 STRIP = 256
 LARGEST = eight_bits("int8")[1]
-ROWS, _BYTES = 32, 22
-"""Rows of a register of int8, and the bytes of VMEM for a number that is rounded: two buffers of it, and float32."""
+_BYTES = 22
+"""The bytes of VMEM for a number that is rounded: two buffers of it, and float32."""
 
 
 class Sizes(NamedTuple):
@@ -79,6 +78,7 @@ def int8_product(
     x: Float[Array, "B H T W"],
     tokens: RoundedTokens,
     weight: MatrixWeight,
+    added: Float[Array, "B 1 T N"] | None = None,
 ) -> tuple[Float[Array, "B H T W"], ...]:
     """Return the product over K of rounded activations and each part of a rounded weight; gradients are rounded, too.
 
@@ -90,30 +90,43 @@ def int8_product(
       x: activations, which are not read. They have the gradient.
       tokens: x, rounded by `round_rows` or `norm_and_round`.
       weight: the rounded weight.
+      added: what is added to the product; only to one without heads.
     """
-    return _with_residuals(sizes, x, tokens, weight)[0]
+    return _with_residuals(sizes, x, tokens, weight, added)[0]
 
 
-def _with_residuals(sizes: Sizes, x: Array, tokens: RoundedTokens, weight: MatrixWeight) -> Any:
+def _with_residuals(
+    sizes: Sizes, x: Array, tokens: RoundedTokens, weight: MatrixWeight, added: Array | None = None
+) -> Any:
     zeros, numbers, scale = weight
     qx, x_scale = tokens
     dtype = jnp.result_type(x.dtype, zeros[0].dtype)
-    y = tuple(forward(qx, x_scale, numbers, scale, sizes, part, dtype=dtype) for part in range(sizes.parts))
+    y = tuple(forward(qx, x_scale, numbers, scale, sizes, part, added, dtype=dtype) for part in range(sizes.parts))
     like_x, like_weight = jnp.zeros((0, x.shape[1]), x.dtype), jnp.zeros(0, zeros[0].dtype)
-    return y, (like_x, like_weight, qx, x_scale, numbers, scale)
+    return y, (like_x, like_weight, like(added), qx, x_scale, numbers, scale)
 
 
-def _gradients(sizes: Sizes, residuals: tuple[Array, ...], grads: tuple[Array, ...]) -> Any:
-    like_x, like_weight, qx, x_scale, numbers, scale = residuals
+def _gradients(sizes: Sizes, residuals: Any, grads: tuple[Array, ...]) -> Any:
+    like_x, like_weight, like_added, qx, x_scale, numbers, scale = residuals
     by_token, token_scale = round_rows(grads, scale)
     heads = like_x.shape[1]
     dx = gradient_of_tokens(by_token, token_scale, numbers, sizes, heads, dtype=like_x.dtype)
     by_channel = [round_columns(grad, x_scale) for grad in grads]
     dw = tuple(gradient_of_weight(qx, *rounded, sizes, dtype=like_weight.dtype) for rounded in by_channel)
-    return dx, NO_GRADIENT, gradient_of(dw)
+    return dx, NO_GRADIENT, gradient_of(dw), gradient_of_sum(grads[0], like_added)
 
 
 int8_product.defvjp(_with_residuals, _gradients)
+
+
+def like(added: Array | None) -> Array | None:
+    """Return an empty array that tells the dtype of what was added."""
+    return None if added is None else jnp.zeros(0, added.dtype)
+
+
+def gradient_of_sum(grad: Array, like_added: Array | None) -> Array | None:
+    """Return the gradient of what was added."""
+    return None if like_added is None else grad.astype(like_added.dtype)
 
 
 def gradient_of(parts: tuple[Array, ...]) -> MatrixWeight:
@@ -243,13 +256,6 @@ def _divided(x: Array, scale: Array) -> Array:
     return jnp.round(x * inverse(scale)).astype(jnp.int8)
 
 
-def by_strips(size: int, strip: int, run: Any) -> None:
-    """Run a function on each strip of a block: a loop has less code, which compiles faster."""
-    from jax.experimental import pallas as pl
-
-    lax.fori_loop(0, size // strip, lambda i, _: run(pl.ds(pl.multiple_of(i * strip, strip), strip)), None)
-
-
 class _Result(NamedTuple):
     """The result of a product, "B H T W": its array and its blocks.
 
@@ -301,10 +307,11 @@ def forward(
     weight_scale: Float[Array, "1 CN"],
     sizes: Sizes,
     part: int,
+    added: Float[Array, "B 1 T W"] | None = None,
     *,
     dtype: DTypeLike,
 ) -> Float[Array, "B H T W"]:
-    """Return the product of activations and a part of a weight over K, with their scales."""
+    """Return the product of activations and a part of a weight over K, with their scales, plus what is added."""
     from jax.experimental import pallas as pl
 
     (B, T, K), N = x.shape, weight_scale.shape[1] // sizes.parts
@@ -318,13 +325,14 @@ def forward(
     return call_kernel(
         functools.partial(_forward, int(sizes.by_channel)),
         (B, T // tile.rows, blocks),
-        [x, x_scale, weight, weight_scale],
+        [x, x_scale, weight, weight_scale, *([] if added is None else [added])],
         [
             pl.BlockSpec((None, tile.rows, K), lambda b, i, j: (b, i, 0)),
             pl.BlockSpec((None, tile.rows, 1), lambda b, i, j: (b, i, 0)),
             weight_spec,
             pl.BlockSpec((1, columns), lambda b, i, j: (0, part * blocks + j)),
-        ],
+        ]
+        + [pl.BlockSpec(result.block, result.place)] * (added is not None),
         [pl.BlockSpec(result.block, result.place)],
         [jax.ShapeDtypeStruct(result.shape, dtype)],
         name="int8_forward",
@@ -332,11 +340,16 @@ def forward(
     )[0]
 
 
-def _forward(summed: int, x: Any, x_scale: Any, weight: Any, weight_scale: Any, out: Any) -> None:
+def _forward(summed: int, x: Any, x_scale: Any, weight: Any, weight_scale: Any, *refs: Any) -> None:
+    *added, out = refs
+
     def multiply_strip(columns: Any) -> None:
         strip = weight[columns] if summed else weight[:, columns]
         sums = product(x[...], strip, 1, summed, jnp.int32).astype(jnp.float32)
-        _write(out, columns, (sums * x_scale[...] * weight_scale[:, columns]).astype(out.dtype))
+        y = (sums * x_scale[...] * weight_scale[:, columns]).astype(out.dtype)
+        if added:  # rounded to the dtype of the result before and after, like outside of the kernel
+            y = (y.astype(jnp.float32) + added[0][0, :, columns].astype(jnp.float32)).astype(out.dtype)
+        _write(out, columns, y)
 
     size = weight_scale.shape[1]
     by_strips(size, math.gcd(size, STRIP), multiply_strip)
@@ -485,51 +498,8 @@ def tile_of(rows: int, columns: int, summed: int) -> Tile:
     return max(fits or tiles[-1:], key=lambda tile: math.prod(tile) / sum(tile))
 
 
-def largest_block(size: int, largest: int, smallest: int, bytes_per_index: int) -> int:
-    """Return the largest block of a dim between `smallest` and `largest`, which are powers of 2, that fits into VMEM."""
-    block = math.gcd(size, largest)
-    while block > smallest and block * bytes_per_index > vmem():
-        block //= 2
-    return block
-
-
 def takes(parts: int, length: int, summed: int, channels: int) -> bool:
     """Return whether the kernels take a product: sizes are multiples of 128, and whole rows and columns fit into VMEM."""
     row, column = parts * max(summed, channels), max(length, summed)
     is_whole = not (length % LANES or summed % LANES or channels % LANES)
     return is_whole and _BYTES * max(ROWS * row, LANES * column) <= vmem()
-
-
-def call_kernel(
-    kernel: Any,
-    grid: tuple[int, ...],
-    inputs: list[Array],
-    in_specs: list[Any],
-    out_specs: list[Any],
-    out_shape: list[Any],
-    *,
-    name: str,
-    flops: int = 0,
-    scratch_shapes: Any = (),
-    sequential: int = 0,
-) -> Any:
-    """Run a kernel; the last `sequential` dims of its grid run in order, and the others on any core."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
-
-    semantics: Any = ("parallel",) * (len(grid) - sequential) + ("arbitrary",) * sequential
-    bytes_accessed = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in (*inputs, *out_shape))
-    call = pl.pallas_call(
-        kernel,
-        grid=grid,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        out_shape=out_shape,
-        scratch_shapes=scratch_shapes,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=vmem()),
-        cost_estimate=pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=bytes_accessed),
-        name=name,
-        interpret=not device_kind_or_default().startswith("TPU"),
-    )
-    # jax 0.10 keeps a kernel whose results nothing reads, and drops a jitted function
-    return jax.jit(call)(*inputs)

@@ -1,18 +1,23 @@
 """Shared parts of Pallas kernels: products and masks of a tile, and the memory that they may use."""
 
 import functools
+import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from shardopt.mesh import device_kind_or_default
+from shardopt.mesh import device_kind_or_default, mesh_under_trace
 from shardopt.nn._flash import HIDDEN, Rule
 
 LANES = 128
 """The kernels need tiles of a multiple of so many positions, and pad heads to a multiple of it."""
+ROWS = 32
+"""Rows of a register of int8; a whole number of registers in wider dtypes."""
 
 
 def product(a: Array, b: Array, dim_a: int, dim_b: int, dtype: DTypeLike = jnp.float32) -> Array:
@@ -53,7 +58,64 @@ def divisors(heads: int) -> list[int]:
     return [count for count in range(1, 5) if heads % count == 0]
 
 
+def is_local() -> bool:
+    """Return whether arrays under trace are those of one device: each mesh axis is manual, or has size 1."""
+    mesh = mesh_under_trace()
+    axis_types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return all(kind == AxisType.Manual or mesh.shape[axis] == 1 for axis, kind in axis_types)
+
+
 def vmem(kind: str | None = None) -> int:
     """Return the bytes of VMEM that a kernel may use: a core has 16 MiB up to TPU v4, 128 on v6e, and 64 or more on others."""
     mebibytes = {"TPU v2": 16, "TPU v3": 16, "TPU v4": 16, "TPU v6 lite": 96}.get(kind or device_kind_or_default(), 48)
     return mebibytes * 2**20
+
+
+def by_strips(size: int, strip: int, run: Any) -> None:
+    """Run a function on each strip of a block: a loop has less code, which compiles faster."""
+    from jax.experimental import pallas as pl
+
+    lax.fori_loop(0, size // strip, lambda i, _: run(pl.ds(pl.multiple_of(i * strip, strip), strip)), None)
+
+
+def largest_block(size: int, largest: int, smallest: int, bytes_per_index: int) -> int:
+    """Return the largest block of a dim between `smallest` and `largest`, which are powers of 2, that fits into VMEM."""
+    block = math.gcd(size, largest)
+    while block > smallest and block * bytes_per_index > vmem():
+        block //= 2
+    return block
+
+
+def call_kernel(
+    kernel: Any,
+    grid: tuple[int, ...],
+    inputs: list[Array],
+    in_specs: list[Any],
+    out_specs: list[Any],
+    out_shape: list[Any],
+    *,
+    name: str,
+    flops: int = 0,
+    scratch_shapes: Any = (),
+    sequential: int = 0,
+) -> Any:
+    """Run a kernel; the last `sequential` dims of its grid run in order, and the others on any core."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    semantics: Any = ("parallel",) * (len(grid) - sequential) + ("arbitrary",) * sequential
+    bytes_accessed = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in (*inputs, *out_shape))
+    call = pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        out_shape=out_shape,
+        scratch_shapes=scratch_shapes,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=vmem()),
+        cost_estimate=pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=bytes_accessed),
+        name=name,
+        interpret=not device_kind_or_default().startswith("TPU"),
+    )
+    # jax 0.10 keeps a kernel whose results nothing reads, and drops a jitted function
+    return jax.jit(call)(*inputs)

@@ -10,7 +10,6 @@ from typing import NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -18,7 +17,7 @@ from shardopt.collectives._rounded_gather import maximum_over
 from shardopt.core._errors import format_error, plural
 from shardopt.core._rounded_weight import Precision, RoundedWeight, eight_bits, inverse
 from shardopt.core._types import wide_dtype
-from shardopt.mesh import device_kind_or_default, is_analysed, mesh_under_trace
+from shardopt.mesh import device_kind_or_default, is_analysed
 from shardopt.nn._int8_mlp import Mlp, int8_mlp
 from shardopt.nn._int8_product import (
     MatrixWeight,
@@ -30,7 +29,7 @@ from shardopt.nn._int8_product import (
     rounded_matrix,
     takes,
 )
-from shardopt.nn._kernel_tiles import LANES
+from shardopt.nn._kernel_tiles import LANES, is_local
 from shardopt.nn._low_rank import LowRank, Weight
 from shardopt.nn._order import manual_context_axes
 from shardopt.trace._marks import ROW_MAXIMUM, marked
@@ -74,6 +73,7 @@ def quantized_einsum(
     weight: Float[Array, "..."] | LowRank | RoundedWeight,
     *,
     precision: Precision | None,
+    added: Float[Array, "..."] | None = None,
 ) -> Float[Array, "..."]:
     """Return `jnp.einsum(subscripts, x, weight)` of activations and a weight, multiplied in 8 bits, with gradients.
 
@@ -84,9 +84,10 @@ def quantized_einsum(
         product of x and the adapter, which is not quantised. A weight that `BlockModel.rounded` names is rounded already.
       precision: "int8" (TPU v5e, v5p, v6e, GPU) or "fp8" (TPU 7x; GPU from Hopper). On CPU the rounded numbers are multiplied in
         float32. None: `jnp.einsum`.
+      added: an array like the product that is added to it; kernels do so before they write it.
 
     Returns:
-      The product, in the dtype of x and weight.
+      The product, in the dtype of x and weight, plus what is added.
 
     Raises:
       ValueError: if `precision` is unknown, or subscripts do not have this form; if `BlockModel.rounded` describes
@@ -136,19 +137,24 @@ def quantized_einsum(
       Formats for Deep Learning", 2022 (e4m3 forwards, e5m2 backwards).
     """
     if isinstance(weight, LowRank):
-        product = quantized_einsum(subscripts, x, weight.base, precision=precision)
+        product = quantized_einsum(subscripts, x, weight.base, precision=precision, added=added)
         return product + weight.einsum(plain(x), parse_subscripts(subscripts)).astype(product.dtype)
     if isinstance(weight, RoundedWeight):
         _check_rounding(subscripts, weight, precision)
     if precision is None:
-        return jnp.einsum(subscripts, plain(x), weight)
+        return _plus(jnp.einsum(subscripts, plain(x), weight), added)
     check_precision("quantized_einsum", precision)
     product = Product(*parse_subscripts(subscripts), precision)
-    y = _by_kernels(product, x, weight)
+    y = _by_kernels(product, x, weight, added)
     if y is not None:
         return y
     x = plain(x)
-    return _by_xla_rounded(product, x, weight) if isinstance(weight, RoundedWeight) else _by_xla(product, x, weight)
+    y = _by_xla_rounded(product, x, weight) if isinstance(weight, RoundedWeight) else _by_xla(product, x, weight)
+    return _plus(cast(Array, y), added)
+
+
+def _plus(y: Array, added: Array | None) -> Array:
+    return y if added is None else added + y
 
 
 def _check_rounding(subscripts: str, weight: RoundedWeight, precision: str | None) -> None:
@@ -378,8 +384,9 @@ def gated_mlp(
     *,
     activation: Callable[[Array], Array],
     precision: Precision | None,
+    added: Float[Array, "B T D"] | None = None,
 ) -> Float[Array, "B T D"] | None:
-    """Return `down(activation(gate) * up)` by the kernels for TPU, with gate and up in `up` [D, 2, F]; None if they do not take it.
+    """Return `added + down(activation(gate) * up)` by the kernels for TPU, with gate and up in `up` [D, 2, F]; None if they do not take it.
 
     It equals the two products by `quantized_einsum`, but the activation is computed in float32.
     """
@@ -395,15 +402,18 @@ def gated_mlp(
     (up_sizes, up_weight), (down_sizes, down_weight) = up_operand, down_operand
     mlp = Mlp(activation, up_sizes, down_sizes)
     by_heads = plain(x)[:, None]
-    return cast(Array, int8_mlp(mlp, by_heads, _rounded_tokens(x, by_heads), up_weight, down_weight))[:, 0]
+    added = None if added is None else added[:, None]
+    return cast(Array, int8_mlp(mlp, by_heads, _rounded_tokens(x, by_heads), up_weight, down_weight, added))[:, 0]
 
 
 def _rounded_tokens(x: Array | Normed, by_heads: Float[Array, "B H T W"]) -> RoundedTokens:
     return x.rounded if isinstance(x, Normed) else round_rows([jax.lax.stop_gradient(by_heads)])
 
 
-def _by_kernels(product: Product, x: Array | Normed, weight: Array | RoundedWeight) -> Array | None:
-    """Return the product by the kernels for TPU; None if they do not take it."""
+def _by_kernels(
+    product: Product, x: Array | Normed, weight: Array | RoundedWeight, added: Array | None
+) -> Array | None:
+    """Return the product, plus what is added, by the kernels for TPU; None if they do not take it."""
     operand = _kernel_weight(product, x.shape, weight)
     if operand is None:
         return None
@@ -413,9 +423,16 @@ def _by_kernels(product: Product, x: Array | Normed, weight: Array | RoundedWeig
     width = math.prod(sizes[letter] for letter in product.summed) // heads
     by_heads = plain(x).reshape(-1, sizes[product.tokens[-1]], heads, width).swapaxes(1, 2)
     tokens = _rounded_tokens(x, by_heads)
-    y = cast(tuple[Array, ...], int8_product(kernel_sizes, by_heads, tokens, kernel_weight))
+    is_matrix = kernel_sizes.heads == 1 and not parts
+    with_heads = (
+        added.reshape(-1, 1, sizes[product.tokens[-1]], kernel_weight.scale.shape[1])
+        if added is not None and is_matrix
+        else None
+    )
+    y = cast(tuple[Array, ...], int8_product(kernel_sizes, by_heads, tokens, kernel_weight, with_heads))
     y = [part.swapaxes(1, 2).reshape([sizes[letter] for letter in product.tokens + channels]) for part in y]
-    return jnp.stack(y).reshape([sizes[letter] for letter in product.out]) if parts else y[0]
+    y = jnp.stack(y).reshape([sizes[letter] for letter in product.out]) if parts else y[0]
+    return y if is_matrix else _plus(y, added)
 
 
 def _kernel_weight(
@@ -425,13 +442,11 @@ def _kernel_weight(
 
     They take int8 on a TPU where each device multiplies its own whole rows and weights, in multiples of 128.
     """
-    mesh, (parts, channels) = mesh_under_trace(), _parts(product)
-    axis_types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    is_local = all(kind == AxisType.Manual or mesh.shape[axis] == 1 for axis, kind in axis_types)
+    parts, channels = _parts(product)
     fits = parts + product.tokens + channels == product.out and product.tokens + product.summed == product.x
     if product.precision != "int8" or not device_kind_or_default().startswith("TPU") or is_analysed():
         return None
-    if not (is_local and fits and product.rounds_weight_gradient) or manual_context_axes():
+    if not (is_local() and fits and product.rounds_weight_gradient) or manual_context_axes():
         return None
     sizes = product.sizes(x_shape, weight.shape)
     C, T, K, N = (

@@ -11,11 +11,12 @@ from shardopt.models import _layers as layers
 from shardopt.models import gpt
 from shardopt.models._decoder_block import _mlp
 from shardopt.models._rope import Rope
+from shardopt.nn import _norm
 
 FUSED = gpt.GPTConfig().decoder
 
 
-rms_norm = jax.jit(layers.rms_norm)
+rms_norm = jax.jit(_norm.rms_norm)
 
 
 def draw(seed, *shape):

@@ -14,14 +14,18 @@ from support.reference import relative_difference, train
 
 import shardopt as so
 from shardopt.core._rounded_weight import Precision, RoundedWeight, Rounding, form_of, joined
+from shardopt.models import _decoder_block as decoder_block
 from shardopt.models import _transformer as transformer
 from shardopt.models import gpt
-from shardopt.models._layers import rms_norm
+from shardopt.models._decoder_block import Stream
+from shardopt.models._decoder_config import DecoderConfig
 from shardopt.nn import _int8_product as kernels
-from shardopt.nn import _low_precision
+from shardopt.nn import _low_precision, _norm
 from shardopt.nn._low_precision import Normed, check_precision, gated_mlp
+from shardopt.nn._norm import rms_norm
 from shardopt.planning import Transformer
 from shardopt.planning._models import RULES
+from shardopt.trace._jaxprs import equations
 
 INT8_KERNELS = ("int8_forward", "int8_gradient_of_tokens", "int8_gradient_of_weight")
 SUBSCRIPTS = "btd,dcf->cbtf"
@@ -199,6 +203,42 @@ def test_a_norm_within_the_kernel_has_the_gradient_of_the_norm(monkeypatch):
     for a, b in zip(jax.jit(gradients, static_argnums=0)(True), plain, strict=True):
         error = np.linalg.norm(a - b) / np.linalg.norm(b)
         assert error < 2e-3  # a number at a rounding boundary moves by one step
+
+
+@pytest.mark.parametrize("fused", ["kv", "qkv"])
+def test_kernels_of_a_block_add_its_stream(fused, monkeypatch):
+    """The last product of a branch adds it, and so does the gradient of a norm."""
+    config = DecoderConfig(
+        32, 128, 1, 1, hidden=256, activation="silu", gated=True, norm="rms", precision="int8", fused=fused
+    )
+    rng = np.random.default_rng(0)
+    weights = jax.tree.map(
+        lambda size: jnp.asarray(rng.normal(size=size) / 12, jnp.float32),
+        decoder_block.block_shapes(config, dense=True),
+        is_leaf=lambda size: isinstance(size, tuple),
+    )
+    x, grad = (jnp.asarray(rng.normal(size=(2, 128, 128)), jnp.float32) for _ in range(2))
+
+    def results(weights, x):
+        run = lambda weights, x: decoder_block.apply_block(config, weights, Stream(x, None, None, None, None)).x  # noqa: E731
+        out, pull = jax.vjp(run, weights, x)
+        return out, *pull(grad)
+
+    plain = jax.jit(lambda *args: results(*args))(weights, x)
+    kernels_of(monkeypatch)
+    monkeypatch.setattr(_norm, "device_kind_or_default", lambda: "TPU v6 lite")
+    jaxpr = jax.make_jaxpr(lambda *args: results(*args))(weights, x)
+    assert str(jaxpr).count("name=gradient_of_norm") == 2
+    sums = [
+        eqn
+        for eqn in equations(jaxpr)
+        if eqn.primitive.name in ("add", "add_any") and eqn.outvars[0].aval.shape == x.shape
+    ]
+    assert not sums
+    for a, b in zip(
+        jax.tree.leaves(jax.jit(lambda *args: results(*args))(weights, x)), jax.tree.leaves(plain), strict=True
+    ):
+        assert np.linalg.norm(a - b) < 2e-3 * np.linalg.norm(b)  # a number at a rounding boundary moves by one step
 
 
 @pytest.mark.fast

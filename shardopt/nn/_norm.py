@@ -1,0 +1,128 @@
+"""Root mean square norm; on TPU, one pass computes the whole gradient of an input that other terms use too."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from shardopt.mesh import device_kind_or_default, is_analysed
+from shardopt.nn._kernel_tiles import LANES, ROWS, by_strips, call_kernel, is_local, largest_block, vmem
+
+
+@jax.checkpoint
+def rms_norm(
+    x: Float[Array, "*batch D"], scale: Float[Array, " D"], epsilon: float | Float[Array, ""] = 1e-6
+) -> Float[Array, "*batch D"]:
+    """Scale every vector to root mean square one, then multiply each component by a learned factor.
+
+    Statistics are computed in float32 at least. Only x is stored for the backward pass.
+
+    References:
+      Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
+    """
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
+    return (wide * inverse).astype(x.dtype) * jnp.broadcast_to(scale, x.shape)
+
+
+def norm_of_stream(
+    x: Float[Array, "B T D"], scale: Float[Array, " D"], epsilon: float, uses: int = 1
+) -> tuple[Float[Array, "B T D"], list[Float[Array, "B T D"]]]:
+    """Return x, and `rms_norm(x, scale, epsilon)` once for each of its uses.
+
+    On TPU a kernel reads the gradients of all of them, and adds them up while it computes the gradient of x. XLA takes two
+    passes for a norm, and one for each sum between kernels.
+    """
+    if not _takes(x, uses):
+        return x, [rms_norm(x, scale, epsilon)] * uses
+    x, normed = cast(tuple[Array, tuple[Array, ...]], _norm_of_stream(x, scale, epsilon, uses))
+    return x, list(normed)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _norm_of_stream(x: Array, scale: Array, epsilon: float, uses: int) -> tuple[Array, tuple[Array, ...]]:
+    return x, (rms_norm(x, scale, epsilon),) * uses
+
+
+def _with_residuals(x: Array, scale: Array, epsilon: float, uses: int) -> Any:
+    return _norm_of_stream(x, scale, epsilon, uses), (x, scale)
+
+
+def _gradients(epsilon: float, uses: int, residuals: tuple[Array, Array], grads: Any) -> tuple[Array, Array]:
+    grad, norm_grads = grads
+    return gradient_of_norm(*residuals, epsilon, grad, norm_grads)
+
+
+_norm_of_stream.defvjp(_with_residuals, _gradients)
+
+
+def gradient_of_norm(
+    x: Float[Array, "B T D"],
+    scale: Float[Array, " D"],
+    epsilon: float,
+    grad: Float[Array, "B T D"],
+    norm_grads: Sequence[Float[Array, "B T D"]],
+) -> tuple[Float[Array, "B T D"], Float[Array, " D"]]:
+    """Return the gradients of x and scale, in one pass.
+
+    Args:
+      x: the input of `rms_norm`.
+      scale: its learned factor.
+      epsilon: its third argument.
+      grad: the gradient of x by all other terms.
+      norm_grads: gradients of the norm; the kernel adds them up.
+    """
+    from jax.experimental import pallas as pl  # imported late, since the import takes long
+
+    B, T, D = x.shape
+    block = _block(x, len(norm_grads))
+    arrays = [x, *norm_grads, grad]
+    tokens = pl.BlockSpec((None, block, D), lambda b, i: (b, i, 0))
+    dx, scale_grads = call_kernel(
+        functools.partial(_gradient_of_norm, epsilon),
+        (B, T // block),
+        [scale[None], *arrays],
+        [pl.BlockSpec((1, D), lambda b, i: (0, 0))] + [tokens] * len(arrays),
+        [tokens, pl.BlockSpec((None, None, 1, D), lambda b, i: (b, i, 0, 0))],
+        [jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((B, T // block, 1, D), jnp.float32)],
+        name="gradient_of_norm",
+    )
+    return dx, jnp.sum(scale_grads, axis=(0, 1, 2)).astype(scale.dtype)
+
+
+def _gradient_of_norm(epsilon: float, scale: Any, x: Any, *refs: Any) -> None:
+    *norm_grads, grad, dx, scale_grad = refs
+    scale_grad[...] = jnp.zeros_like(scale_grad)
+
+    def compute(rows: Any) -> None:
+        wide = x[rows].astype(jnp.float32)
+        inverse = lax.rsqrt(jnp.mean(jnp.square(wide), axis=1, keepdims=True) + epsilon)
+        unit = wide * inverse
+        norm_grad = functools.reduce(jnp.add, [ref[rows].astype(jnp.float32) for ref in norm_grads])
+        scale_grad[...] += jnp.sum(norm_grad * unit, axis=0, keepdims=True)
+        norm_grad = norm_grad * scale[...].astype(jnp.float32)
+        radial = unit * jnp.mean(norm_grad * unit, axis=1, keepdims=True)
+        dx[rows] = (grad[rows].astype(jnp.float32) + inverse * (norm_grad - radial)).astype(dx.dtype)
+
+    by_strips(x.shape[0], ROWS, compute)
+
+
+def _takes(x: Array, uses: int) -> bool:
+    """Return whether the kernel takes a norm: on a TPU with whole rows of x, in multiples of 128, that fit into VMEM."""
+    if not device_kind_or_default().startswith("TPU") or is_analysed() or not is_local() or x.ndim != 3:
+        return False
+    is_whole = not (x.shape[1] % LANES or x.shape[2] % LANES)
+    return is_whole and x.dtype.itemsize <= 4 and _bytes_per_row(x, uses) * ROWS <= vmem()
+
+
+def _block(x: Array, uses: int) -> int:
+    return largest_block(x.shape[1], 512, ROWS, _bytes_per_row(x, uses))
+
+
+def _bytes_per_row(x: Array, uses: int) -> int:
+    """Return the bytes of VMEM for a token: two buffers of each array, and some in float32 while it is computed."""
+    return x.shape[2] * (2 * x.dtype.itemsize * (uses + 3) + 8)

@@ -1,0 +1,103 @@
+"""The norm of a stream: its kernel for TPU has the gradient of the formula, and runs where it can."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from support.host import host_params
+from support.reference import relative_difference, train
+
+import shardopt as so
+from shardopt.mesh import under_mesh
+from shardopt.models import _transformer as transformer
+from shardopt.nn import _norm
+from shardopt.planning import Transformer
+
+ON_TPU = "gradient_of_norm"
+
+
+@pytest.fixture
+def on_tpu(monkeypatch):
+    """Let norms use their kernel; it runs interpreted, since jax's devices are not TPUs."""
+    monkeypatch.setattr(_norm, "device_kind_or_default", lambda: "TPU v6 lite")
+
+
+def draw(dtype, *shapes):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(jnp.float32, 2e-6), (jnp.bfloat16, 2**-8)], ids=["float32", "bfloat16"]
+)
+@pytest.mark.parametrize("uses", [1, 2])
+def test_the_kernel_adds_the_gradients_of_all_uses(dtype, tolerance, uses, monkeypatch):
+    """Rows of several blocks, and a vector of zeros."""
+    x, scale, *grads = draw(dtype, (2, 256, 128), (128,), *[(2, 256, 128)] * (1 + uses))
+    x = x.at[1, 3].set(0)
+    monkeypatch.setattr(_norm, "_block", lambda x, uses: 64)
+
+    def gradients(x, scale, grad, *norm_grads):
+        _, pull = jax.vjp(lambda x, scale: (x, [_norm.rms_norm(x, scale, 1e-2)] * uses), x, scale)
+        return pull((grad, list(norm_grads)))
+
+    wide = jax.jit(gradients)(*(array.astype(jnp.float32) for array in (x, scale, *grads)))
+    found = _norm.gradient_of_norm(x, scale, 1e-2, grads[0], grads[1:])
+    assert found[0].dtype == found[1].dtype == dtype
+    for a, b in zip(found, wide, strict=True):
+        assert relative_difference(a.astype(jnp.float32), b) < tolerance
+
+
+def stream(x, scale, uses=2):
+    """Return a sum in which the stream and each of its norms counts differently."""
+    x, norms = _norm.norm_of_stream(x, scale, 1e-5, uses)
+    return jnp.sum(jnp.sin(x)) + sum(jnp.sum(jnp.cos((2 + i) * norm)) for i, norm in enumerate(norms))
+
+
+def test_with_the_kernel_it_is_the_same_function(on_tpu, monkeypatch):
+    x, scale = draw(jnp.float32, (2, 128, 128), (128,))
+    value_and_grad = lambda *args: jax.value_and_grad(stream, argnums=(0, 1))(*args)  # noqa: E731
+    assert ON_TPU in str(jax.make_jaxpr(value_and_grad)(x, scale))
+    with_kernel = jax.jit(value_and_grad)(x, scale)
+    monkeypatch.undo()
+    assert relative_difference(with_kernel, jax.jit(jax.value_and_grad(stream, argnums=(0, 1)))(x, scale)) < 1e-5
+
+
+@pytest.mark.fast
+def test_the_kernel_takes_whole_rows_in_multiples_of_128(on_tpu, mesh_of):
+    def is_taken(*shape, dtype=jnp.bfloat16, run=stream):
+        operands = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[-1:], dtype)
+        return ON_TPU in str(jax.make_jaxpr(jax.grad(run))(*operands))
+
+    assert is_taken(1, 128, 256)
+    assert not is_taken(1, 64, 256)
+    assert not is_taken(1, 128, 192)
+    assert not is_taken(128, 256)
+    assert not is_taken(1, 128, 2**17)  # 32 rows do not fit
+    mesh = mesh_of(data=2, tensor=2)
+    with under_mesh(mesh):
+        assert not is_taken(2, 128, 256)  # jax would refuse to partition a kernel
+        each = functools.partial(jax.shard_map, in_specs=(P("data"), P()), out_specs=P(), check_vma=False)
+        assert is_taken(2, 128, 256, run=each(stream, axis_names=set(mesh.axis_names)))
+        assert not is_taken(2, 128, 256, run=each(stream, axis_names={"data"}))
+
+
+def test_steps_with_the_kernel_are_those_of_one_device_without_it(monkeypatch, mesh_of):
+    shape = Transformer("t", 128, 2, 1, 128, 32, 128, dtype=jnp.float32)
+    rng = np.random.default_rng(0)
+    batches = [{name: rng.integers(0, 32, (4, 128)) for name in ("tokens", "targets")} for _ in range(2)]
+    params, tx = host_params(transformer.init, shape), optax.sgd(0.5, momentum=0.9)
+    model = transformer.model(shape, remat="full")
+    expected = train(tx, model.loss_fn, params, batches)[1]
+    monkeypatch.setattr(_norm, "device_kind_or_default", lambda: "TPU v6 lite")
+    opt = so.fsdp(tx, mesh_of(data=4), model)
+    state = opt.init(params)
+    for batch in batches:
+        state, _ = opt.step(state, batch)
+    assert relative_difference(state.params, expected) < 1e-5
+    assert ON_TPU in str(jax.make_jaxpr(jax.grad(lambda params: model.loss_fn(params, batches[0])))(params))
