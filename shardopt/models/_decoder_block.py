@@ -423,7 +423,7 @@ def _fused_hidden_on_tpu(
         biases = [None] * C if bias is None else list(bias)
         return checkpoint_name([_add_bias(part, b) for part, b in zip(parts, biases, strict=True)], "mlp_hidden")
     hidden = nn.quantized_einsum("btd,dcf->cbtf", x, up, precision=config.precision)
-    hidden = layers.components_last(hidden) if is_plain else hidden
+    hidden = hidden if config.precision else layers.components_last(hidden)
     hidden = shard(hidden if bias is None else hidden + bias[:, None, None])
     return layers.split_parts(checkpoint_name(hidden, "mlp_hidden"), dim=0)
 
