@@ -18,6 +18,7 @@ from shardopt.collectives._per_device import TENSOR
 from shardopt.core._errors import format_error
 from shardopt.core._rounded_weight import RoundedWeight
 from shardopt.mesh import device_kind_or_default, mesh_under_trace
+from shardopt.nn._rotary import rotate_halves, takes_rotation
 
 Tree = TypeVar("Tree")
 
@@ -54,6 +55,8 @@ def rotate_by(
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if not isinstance(factor, float) or factor != 1.0:
         cos, sin = cos * factor, sin * factor
+    if takes_rotation(x):
+        return rotate_halves(x, cos, sin)
     if device_kind_or_default().startswith("TPU"):
         return _rotated_by_product(x, cos, sin)
     first, second = x[..., :half].astype(wide), x[..., half:].astype(wide)
@@ -63,10 +66,10 @@ def rotate_by(
 def _rotated_by_swap(
     x: Float[Array, "B T H K"], cos: Float[Array, "#B T 1 K/2"], sin: Float[Array, "#B T 1 K/2"]
 ) -> Float[Array, "B T H K"]:
-    """Return x rotated; a product with a permutation swaps its halves.
+    """Return x rotated by XLA; a product with a permutation swaps its halves.
 
     Half a vector fills as many lanes of a TPU as a whole vector, so halves would cost twice the memory, and copies. With a
-    product, XLA rotates in one pass over x. Each sum has one term, so nothing is rounded.
+    product, XLA rotates in two passes over x. Each sum has one term, so nothing is rounded.
     """
     join = lambda first, second: jnp.concatenate([first, second], axis=-1)  # noqa: E731
     K = x.shape[-1]

@@ -1,0 +1,58 @@
+"""The kernel that rotates heads on TPU: its numbers, its gradient, and where it runs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.reference import relative_difference
+
+from shardopt.mesh import under_mesh
+from shardopt.models._layers import rotate_by
+from shardopt.nn import _rotary
+
+FREQUENCIES = 1e-2 ** (np.arange(64) / 64)
+
+
+@pytest.fixture
+def on_tpu(monkeypatch):
+    """Let rotations use their kernel; it runs interpreted, since jax's devices are not TPUs."""
+    monkeypatch.setattr(_rotary, "device_kind_or_default", lambda: "TPU v6 lite")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(jnp.float32, 1e-6), (jnp.bfloat16, 2**-8)], ids=["float32", "bfloat16"]
+)
+@pytest.mark.parametrize("per_row", [False, True], ids=["positions", "positions of each row"])
+def test_the_kernel_rotates_as_the_formula_and_back(dtype, tolerance, per_row, on_tpu):
+    """Two rows of three heads, in two blocks of positions; numbers by numpy, in complex numbers."""
+    rng = np.random.default_rng(0)
+    x, grad = (jnp.asarray(rng.normal(size=(2, 512, 3, 128)), dtype) for _ in range(2))
+    positions = rng.integers(0, 99, (2, 512)) if per_row else np.arange(512)
+    rotate = lambda x: rotate_by(x, jnp.asarray(positions), jnp.asarray(FREQUENCIES, jnp.float32), 1.25)  # noqa: E731
+    assert "rotate_halves" in str(jax.make_jaxpr(rotate)(x))
+    rotated, pull = jax.vjp(rotate, x)
+    turns = 1.25 * np.exp(1j * np.broadcast_to(positions, (2, 512))[..., None, None] * FREQUENCIES)
+
+    def turned(x, turns):
+        halves = np.asarray(x, np.float64)
+        halves = (halves[..., :64] + 1j * halves[..., 64:]) * turns
+        return np.concatenate([halves.real, halves.imag], axis=-1)
+
+    assert rotated.dtype == dtype
+    assert relative_difference(rotated.astype(jnp.float32), turned(x, turns)) < max(tolerance, 2e-5)
+    assert relative_difference(pull(grad)[0].astype(jnp.float32), turned(grad, turns.conj())) < max(tolerance, 2e-5)
+
+
+@pytest.mark.fast
+def test_the_kernel_takes_whole_heads_in_multiples_of_128(on_tpu, mesh_of):
+    def is_taken(*shape):
+        return _rotary.takes_rotation(jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+
+    assert is_taken(1, 128, 3, 128)
+    assert is_taken(1, 128, 3, 256)
+    assert not is_taken(1, 64, 3, 128)
+    assert not is_taken(1, 128, 3, 64)
+    assert not is_taken(1, 128, 2**11, 256)  # 32 positions do not fit
+    with under_mesh(mesh_of(data=2)):
+        assert not is_taken(2, 128, 3, 128)
