@@ -54,6 +54,11 @@ class Row(NamedTuple):
         return sizes + tensor + (f" micro_batches={self.micro_batches}" if self.micro_batches > 1 else "")
 
     @property
+    def splits_a_dim(self) -> bool:
+        """Return whether tensor takes a part of a dim of the slice."""
+        return self.tensor > 1 and str(self.tensor) not in self.topology.partition(":")[2].split("x")
+
+    @property
     def chip(self) -> str:
         """Return the kind of chip."""
         return self.topology.partition(":")[0]
@@ -224,6 +229,7 @@ def compile_maxtext(
         f"gradient_accumulation_steps={row.micro_batches}",
         f"ici_tensor_parallelism={row.tensor}",
         "ici_fsdp_parallelism=-1",
+        *["allow_split_physical_axes=true"] * row.splits_a_dim,
         *REMAT[choice.remat].maxtext,
         f"num_vocab_tiling={choice.tiles}",
         f"fused_mlp={choice.fused}",
