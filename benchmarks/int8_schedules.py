@@ -55,7 +55,9 @@ ROUND_X, ROUND_BY_TOKEN, ROUND_BY_CHANNEL = "tokens, rounded", "gradient, by tok
 KERNELS = (FORWARD, TOKENS_GRADIENT, WEIGHT_GRADIENT, ROUND_X, ROUND_BY_TOKEN, ROUND_BY_CHANNEL)
 """Names of what kernels compute. Gate and up share the gradient of the tokens, and their gradient that is rounded by token.
 The other kernels have one of the two."""
-ROUND_WEIGHT, NORM_AND_ROUND, NORM_GRADIENT = "weight, rounded", "tokens, normed and rounded", "gradient of a norm"
+ROUND_WEIGHT, NORM_AND_ROUND = "weight, rounded", "tokens, normed and rounded"
+NORM_GRADIENT, ROTATION = "gradient of a norm", "rotation of queries"
+"""Kernels beside the products. These two run in bfloat16 too."""
 
 
 class Call(NamedTuple):
@@ -219,6 +221,7 @@ def programs() -> dict[str, tuple[Callable[..., Any], list[tuple[tuple[int, ...]
     """Return a function for each kernel and weight, and the shapes and dtypes of its arguments."""
     from shardopt.nn import _int8_product as kernels
     from shardopt.nn._norm import gradient_of_norm
+    from shardopt.nn._rotary import rotate_halves
 
     T, wide = TOKENS, "bfloat16"
     found = {}
@@ -257,6 +260,7 @@ def programs() -> dict[str, tuple[Callable[..., Any], list[tuple[tuple[int, ...]
             lambda x, scale, grad, norm_grad: gradient_of_norm(x, scale, 1e-5, grad, [norm_grad]),
             [((1, T, K), wide), ((K,), wide), *[((1, T, K), wide)] * 2],
         ),
+        ROTATION: (rotate_halves, [((1, T, 32, 128), wide), *[((1, T, 1, 64), "float32")] * 2]),
     }
 
 
@@ -266,7 +270,7 @@ def compile_programs(topology: str, folder: Path) -> None:
     import jax.numpy as jnp
 
     import shardopt as so
-    from shardopt.nn import _int8_product, _norm
+    from shardopt.nn import _int8_product, _norm, _rotary
     from shardopt.nn._kernel_tiles import by_strips, call_kernel
     from shardopt.planning import topology_devices
 
@@ -281,7 +285,7 @@ def compile_programs(topology: str, folder: Path) -> None:
         strips.append(size // strip)
         by_strips(size, strip, function)
 
-    for module in (_int8_product, _norm):
+    for module in (_int8_product, _norm, _rotary):
         module.call_kernel, module.by_strips = recorded_call, recorded_strips
     mesh = so.make_mesh(data=1, devices=topology_devices(topology)[:1])
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
