@@ -5,7 +5,6 @@ Suffixes: B sequences, T positions, D width, H heads, G heads of keys and values
 
 import functools
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -30,6 +29,7 @@ from shardopt.nn._low_precision import Normed, gated_mlp, plain
 from shardopt.nn._low_rank import Weight
 from shardopt.nn._norm import norm_of_stream, rms_norm
 from shardopt.nn._order import row_length
+from shardopt.nn._rotary import takes_rotation
 from shardopt.partition import shard_axes
 from shardopt.partition._plan import largest_divisible_dim
 
@@ -251,19 +251,24 @@ def _attention(
     kind = None if stream.layer is None else jnp.asarray(_kind_numbers(config))[stream.layer]
     length = inputs[0].shape[1]
     places = layers.places(length, stream.positions, stream.order)
-    rotate = _rotation(config, kind, places, row_length(length))
-    if config.latent is None:
-        query, key, value = _qkv(config, weights, inputs)
-        query, key = rotate(query), rotate(key)
-        if config.qk_norm == "rotated_head":
-            query, key = (apply_norm(config, weights, f"{name}_norm", x) for name, x in (("q", query), ("k", key)))
+    rotate, scale = _rotation(config, kind, places, row_length(length)), config.attention_scale
+    keep = lambda *qkv: checkpoint_name(qkv, "qkv")  # noqa: E731
+    if config.latent is not None:
+        query, key, value = keep(*latent_qkv(weights, plain(inputs[0]), config.latent, rotate))
     else:
-        query, key, value = latent_qkv(weights, plain(inputs[0]), config.latent, rotate)
-    if config.attention_scale is not None:
-        query = query * (config.attention_scale * math.sqrt(config.head_width))
-    query, key, value = checkpoint_name((query, key, value), "qkv")
+        query, key, value = _qkv(config, weights, inputs)
+        if cache is None and _rotates_in_one_pass(config, query, key):
+            # heads are kept before this pass, which multiplies queries by the factor of scores as well
+            query, key, value = keep(query, key, value)
+            query = rotate(query, config.head_width**-0.5 if scale is None else scale)
+            key, scale = rotate(key), 1.0
+        else:
+            query, key = rotate(query), rotate(key)
+            if config.qk_norm == "rotated_head":
+                query, key = apply_norm(config, weights, "q_norm", query), apply_norm(config, weights, "k_norm", key)
+            query, key, value = keep(query, key, value)
     if cache is None:
-        mixed = _mix(config, kind, query, key, value, stream, weights.get("sinks"))
+        mixed = _mix(config, kind, query, key, value, stream, scale, weights.get("sinks"))
     else:
         write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), start, axis=1)  # noqa: E731
         cache = KVCache(write(cache.key, key), write(cache.value, value))
@@ -303,8 +308,11 @@ def _kind_numbers(config: DecoderConfig) -> np.ndarray:
     return np.asarray([used.index(kind) for kind in config.pattern or (0,) * config.num_layers], np.int32)
 
 
-def _rotation(config: DecoderConfig, kind: Array | None, places: Array, length: int):
-    """Return the function that rotates [B, T, H, K] by the positions; `kind` selects the row of a table of frequencies."""
+def _rotation(config: DecoderConfig, kind: Array | None, places: Array, length: int) -> Callable[..., Array]:
+    """Return the function that rotates [B, T, H, K] by the positions, and may scale it.
+
+    `kind` selects the row of a table of frequencies.
+    """
     ropes = [used.rope for used in config.used_kinds]
     first = next((rope for rope in ropes if rope), None)
     if first is None:
@@ -313,7 +321,7 @@ def _rotation(config: DecoderConfig, kind: Array | None, places: Array, length: 
     table = np.stack([rope.frequencies(dims, length) if rope else np.zeros(dims // 2) for rope in ropes])
     factors = np.array([rope.attention_factor if rope else 1.0 for rope in ropes])
 
-    def rotate(x: Array) -> Array:
+    def rotate(x: Array, scale: float = 1.0) -> Array:
         wide = jnp.promote_types(x.dtype, jnp.float32)
         if kind is None or len(set(ropes)) == 1:
             frequencies, factor = jnp.asarray(table[0], wide), float(factors[0])
@@ -322,10 +330,18 @@ def _rotation(config: DecoderConfig, kind: Array | None, places: Array, length: 
         rotating, fixed = x[..., :dims], x[..., dims:]
         if first.interleaved:  # scores do not depend on the order of components, which is the same in keys
             rotating = jnp.swapaxes(rotating.reshape(*x.shape[:-1], dims // 2, 2), -1, -2).reshape(rotating.shape)
-        rotated = layers.rotate_by(rotating, places, frequencies, factor)
+        rotated = layers.rotate_by(rotating, places, frequencies, factor * scale)
         return rotated if fixed.shape[-1] == 0 else jnp.concatenate([rotated, fixed], axis=-1)
 
     return rotate
+
+
+def _rotates_in_one_pass(config: DecoderConfig, query: Array, key: Array) -> bool:
+    """Return whether kernels rotate whole heads, and nothing comes after them."""
+    ropes = [used.rope for used in config.used_kinds if used.rope]
+    if not ropes or ropes[0].interleaved or (ropes[0].dims or config.rotary_dim) != config.head_width:
+        return False
+    return config.qk_norm != "rotated_head" and takes_rotation(query) and takes_rotation(key)
 
 
 def _mix(
@@ -335,6 +351,7 @@ def _mix(
     key: Array,
     value: Array,
     stream: Stream,
+    scale: float | None,
     sinks: Array | None,
 ) -> Array:
     """Return attention with the window of the block's kind; blocks of several windows choose among them as they run."""
@@ -347,6 +364,7 @@ def _mix(
             segment_ids=stream.segment_ids,
             window=window,
             softcap=config.attention_softcap,
+            scale=scale,
             sinks=sinks,
             positions=stream.order,
         )
@@ -366,7 +384,8 @@ def _mix_cached(
     windows = [length if used.window is None else used.window for used in config.used_kinds]
     window = windows[0] if kind is None else jnp.asarray(windows, jnp.int32)[kind]
     mask = layers.visible(jnp.atleast_2d(places), length, window)
-    return masked_attention(query, *cache, mask, softcap=config.attention_softcap, sinks=sinks)
+    softcap, scale = config.attention_softcap, config.attention_scale
+    return masked_attention(query, *cache, mask, softcap=softcap, scale=scale, sinks=sinks)
 
 
 def _mlp(

@@ -42,12 +42,13 @@ def attention(
     segment_ids: Int[Array, "B T"] | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    scale: float | None = None,
     sinks: Float[Array, " H"] | None = None,
     positions: Int[Array, "*B T"] | None = None,
     implementation: Implementation | None = None,
     method: Method | None = None,
 ) -> Float[Array, "B T H V"]:
-    """Return softmax(query key^T / sqrt(K)) value for each head, over the keys that each query may see.
+    """Return softmax(scale query key^T) value for each head, over the keys that each query may see.
 
     Query head h uses key and value head h // (H / G). Softmax and sums are computed in float32 at least. Inside a strategy
     whose mesh has a context axis, T is the number of positions on this device. Queries see the keys of all devices of the axis.
@@ -59,6 +60,7 @@ def attention(
       causal: whether a query sees only keys at its own position and before.
       segment_ids: [B, T], integers; a query sees only keys of its own segment, such as a packed document. None: all keys.
       window: the most positions that a query sees: its own and the ones before it. Needs `causal`. None: no limit.
+      scale: the factor of scores. None: 1 / sqrt(K).
       softcap: c: scores s become c tanh(s / c) before the mask (Gemma 2). cudnn cannot compute it. None: no cap.
       sinks: [H]: each query also sees a key with this score and a value of zeros (GPT-OSS). cudnn cannot compute them. None:
         no sinks.
@@ -140,7 +142,7 @@ def attention(
     if positions is not None:
         problem = "works on rows in natural order, not with positions"
         _refuse_kernel(implementation, "splash", "cudnn", problem=problem, fix="give rows in natural order")
-    rule, marks = Rule(causal, window, softcap), Marks(_as_rows(positions, query), segment_ids)
+    rule, marks = Rule(causal, window, softcap, scale), Marks(_as_rows(positions, query), segment_ids)
     if is_analysed():
         return marked(ATTENTION, functools.partial(_plain_attention, rule=rule))(query, key, value, marks, sinks)
     mesh = mesh_under_trace()
@@ -292,7 +294,7 @@ def _plain_attention(
     query: Array, key: Array, value: Array, marks: Marks, sinks: Array | None = None, *, rule: Rule
 ) -> Array:
     mask = _mask(marks, rule, query.shape[1])
-    return masked_attention(query, key, value, mask, softcap=rule.softcap, sinks=sinks)
+    return masked_attention(query, key, value, mask, softcap=rule.softcap, scale=rule.scale, sinks=sinks)
 
 
 def _mask(marks: Marks, rule: Rule, length: int) -> Bool[Array, "#B T T"]:
@@ -311,6 +313,7 @@ def masked_attention(
     mask: Bool[Array, "..."],
     *,
     softcap: float | None = None,
+    scale: float | None = None,
     sinks: Float[Array, " H"] | None = None,
 ) -> Float[Array, "B T H V"]:
     """Return attention by plain XLA; `mask` [1 or B, T, S] says which keys a query sees. The others are as in `attention`.
@@ -324,7 +327,7 @@ def masked_attention(
         query, query_dims, key_dims = query.reshape(B, T, G, H // G, K), "gr", "g"
     mask_bias = jnp.expand_dims(jnp.where(mask, 0, -1e30).astype(wide), range(1, 1 + len(query_dims)))
     scores = jnp.einsum(f"bt{query_dims}k,bs{key_dims}k->b{query_dims}ts", query, key, preferred_element_type=wide)
-    scores = capped(scores * K**-0.5, softcap) + mask_bias
+    scores = capped(scores * (K**-0.5 if scale is None else scale), softcap) + mask_bias
     top = jnp.max(scores, axis=-1, keepdims=True)
     if sinks is not None:
         sinks = sinks.astype(wide).reshape(1, *scores.shape[1:-2], 1, 1)
@@ -372,9 +375,7 @@ def _check(
         )
     if value.shape[3] > query.shape[3]:
         problem = f"values are {value.shape[3]} wide, wider than the {query.shape[3]} of queries and keys."
-        raise ValueError(
-            format_error("attention", problem, fix="pad queries and keys with zeros, and scale the queries.")
-        )
+        raise ValueError(format_error("attention", problem, fix="pad queries and keys with zeros, and give `scale`."))
     if window is not None:
         check_count("window", window, minimum=1)
         if not causal:
@@ -470,6 +471,7 @@ def _cudnn(
         key,
         value,
         mask=None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None],
+        scale=rule.scale,
         is_causal=rule.causal,
         local_window_size=None if rule.window is None else (rule.window - 1, 0),
         implementation="cudnn",

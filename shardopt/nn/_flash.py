@@ -32,11 +32,17 @@ Carry = TypeVar("Carry")
 
 
 class Rule(NamedTuple):
-    """Which keys a query sees by position, and the cap of scores; see `so.nn.attention`."""
+    """Which keys a query sees by position, and the cap and the factor of scores; see `so.nn.attention`."""
 
     causal: bool
     window: int | None
     softcap: float | None = None
+    scale: float | None = None
+
+    def scaled(self, x: Array, width: int) -> Array:
+        """Return scores, or queries, times the factor of scores; `width` is K."""
+        factor = width**-0.5 if self.scale is None else self.scale
+        return x if factor == 1 else x * factor
 
 
 class Marks(NamedTuple):
@@ -228,7 +234,7 @@ def _tile_gradients(queries: Queries, keys: Keys, rule: Rule) -> tuple[Array, Ar
     scores = _scores(query, query_marks, keys, rule)
     p = jnp.exp(scores - logsumexp[..., None])
     dp = product("bgrtk,bgsk->bgrts", d_out, value)
-    ds = p * (dp - delta[..., None]) * query.shape[-1] ** -0.5
+    ds = rule.scaled(p * (dp - delta[..., None]), query.shape[-1])
     if rule.softcap is not None:
         ds = ds * (1 - jnp.square(jnp.maximum(scores, -rule.softcap) / rule.softcap))  # hidden keys have p = 0
     ds = ds.astype(query.dtype)
@@ -239,7 +245,7 @@ def _tile_gradients(queries: Queries, keys: Keys, rule: Rule) -> tuple[Array, Ar
 def _scores(query: Array, query_marks: Marks, keys: Keys, rule: Rule) -> Float[Array, "B G R T S"]:
     scores = jnp.einsum("bgrtk,bgsk->bgrts", query, keys.key, preferred_element_type=_wide_dtype(query))
     mask_bias = jnp.where(sees(query_marks, keys.marks, rule), 0, HIDDEN).astype(scores.dtype)
-    return capped(scores * query.shape[-1] ** -0.5, rule.softcap) + mask_bias[:, None, None]
+    return capped(rule.scaled(scores, query.shape[-1]), rule.softcap) + mask_bias[:, None, None]
 
 
 def capped(scores: Array, softcap: float | None) -> Array:

@@ -35,7 +35,7 @@ def splash_attention(
     if segments is not None:  # padding is of no segment
         segments = jnp.pad(segments, ((0, 0), (0, length - T)), constant_values=-1)
     heads_first = lambda x: jnp.swapaxes(jnp.pad(x, ((0, 0), (0, length - T), (0, 0), (0, 0))), 1, 2)  # noqa: E731
-    qkv = heads_first(_scale_query(query)), heads_first(key), heads_first(value)
+    qkv = heads_first(rule.scaled(query, query.shape[-1])), heads_first(key), heads_first(value)
     mixed: Any = _whole_rows(*qkv, segments, sinks, rule)
     return jnp.swapaxes(mixed, 1, 2)[:, :T].astype(value.dtype)
 
@@ -78,7 +78,7 @@ def absorb(state: State, query: Float[Array, "B G R T K"], query_marks: Marks, k
     dtype of query before blocks are summed.
     """
     B, G, R, T, K = query.shape
-    scaled_query = _scale_query(query).reshape(B, G * R, T, K)
+    scaled_query = rule.scaled(query, K).reshape(B, G * R, T, K)
     mixed, logsumexp = _run_kernel(scaled_query, keys.key, keys.value, query_marks.segments, keys.marks.segments, rule)
     mixed, logsumexp = mixed.reshape(query.shape), logsumexp.reshape(query.shape[:-1])
     top = jnp.maximum(state.top, logsumexp)
@@ -96,9 +96,9 @@ def gradients(queries: Queries, keys: Keys, rule: Rule) -> list[Array]:
     B, G, R, _, K = query.shape
     merge_heads = lambda x: x.reshape(B, G * R, *x.shape[3:])  # noqa: E731
     rows = merge_heads(logsumexp), merge_heads(delta), marks
-    queries = Queries(merge_heads(_scale_query(query)), merge_heads(d_out), *rows)
+    queries = Queries(merge_heads(rule.scaled(query, K)), merge_heads(d_out), *rows)
     dq, dk, dv = backward(queries, keys, rule, dtype=logsumexp.dtype)
-    return [dq.reshape(query.shape) * K**-0.5, dk, dv]
+    return [rule.scaled(dq.reshape(query.shape), K), dk, dv]
 
 
 def _run_kernel(
@@ -131,7 +131,3 @@ def _run_kernel(
     ids = None if query_segments is None or key_segments is None else splash.SegmentIds(query_segments, key_segments)
     mixed, (logsumexp,) = jax.vmap(kernel)(query, key, value, ids)
     return mixed, logsumexp
-
-
-def _scale_query(query: Array) -> Array:
-    return (query * query.shape[-1] ** -0.5).astype(query.dtype)

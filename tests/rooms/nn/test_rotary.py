@@ -7,8 +7,12 @@ import pytest
 from support.reference import relative_difference
 
 from shardopt.mesh import under_mesh
+from shardopt.models import _decoder_block as decoder_block
+from shardopt.models._decoder_block import Stream
+from shardopt.models._decoder_config import DecoderConfig
 from shardopt.models._layers import rotate_by
 from shardopt.nn import _rotary
+from shardopt.trace._jaxprs import equations
 
 FREQUENCIES = 1e-2 ** (np.arange(64) / 64)
 
@@ -56,3 +60,26 @@ def test_the_kernel_takes_whole_heads_in_multiples_of_128(on_tpu, mesh_of):
     assert not is_taken(1, 128, 2**11, 256)  # 32 positions do not fit
     with under_mesh(mesh_of(data=2)):
         assert not is_taken(2, 128, 3, 128)
+
+
+def test_a_block_rotates_and_scales_its_queries_in_one_pass(on_tpu, monkeypatch):
+    """With heads kept before the kernel, and a factor of scores of its own, the block and its gradient are the same."""
+    config = DecoderConfig(32, 256, 1, 2, hidden=32, activation="gelu", gated=False, attention_scale=0.2)
+    rng = np.random.default_rng(0)
+    weights = jax.tree.map(
+        lambda size: jnp.asarray(rng.normal(size=size) / 16, jnp.float32),
+        decoder_block.block_shapes(config, dense=True),
+        is_leaf=lambda size: isinstance(size, tuple),
+    )
+    x = jnp.asarray(rng.normal(size=(1, 128, 256)), jnp.float32)
+
+    def loss(weights, x):
+        run = lambda x: decoder_block.apply_block(config, weights, Stream(x, None, None, None, None)).x  # noqa: E731
+        return jnp.sum(jnp.sin(jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names("qkv"))(x)))
+
+    jaxpr = jax.make_jaxpr(lambda *args: jax.value_and_grad(loss)(*args))(weights, x)
+    kernels = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "pallas_call"]
+    assert len(kernels) == 6  # queries and keys: forward, again, and back
+    with_kernel = jax.jit(lambda *args: jax.value_and_grad(loss)(*args))(weights, x)
+    monkeypatch.undo()
+    assert relative_difference(with_kernel, jax.jit(lambda *args: jax.value_and_grad(loss)(*args))(weights, x)) < 1e-5
