@@ -433,13 +433,12 @@ def _fused_hidden_on_tpu(
 ) -> list[Float[Array, "B T F"]]:
     """Return the parts of the product with `up` [D, C, F]; XLA:TPU copies no gathered weight and no kept product for it."""
     up, bias = weights["up"], weights.get("up_bias")
-    D, C, _ = up.shape
     mesh_sizes = {"data": 1, **mesh_under_trace().shape}
-    is_plain = config.precision is None and mesh_sizes.get(TENSOR, 1) == 1 and isinstance(up, Array)
-    if is_plain and largest_divisible_dim(up.shape, shard_axes(mesh_sizes).size, (False,) * 3) == 0:
+    if config.precision is None and mesh_sizes.get(TENSOR, 1) == 1 and isinstance(up, Array):
         # rows [C, F] of D are gathered as rows of a matrix
-        parts = cast(list[Array], _products_with_columns(C, plain(x), up.reshape(D, -1)))
-        biases = [None] * C if bias is None else list(bias)
+        is_matrix = largest_divisible_dim(up.shape, shard_axes(mesh_sizes).size, (False,) * 3) == 0
+        parts = cast(list[Array], _products_with_parts(is_matrix, plain(x), up))
+        biases = [None] * len(parts) if bias is None else list(bias)
         return checkpoint_name([_add_bias(part, b) for part, b in zip(parts, biases, strict=True)], "mlp_hidden")
     hidden = nn.quantized_einsum("btd,dcf->cbtf", x, up, precision=config.precision)
     hidden = hidden if config.precision else layers.components_last(hidden)
@@ -448,27 +447,34 @@ def _fused_hidden_on_tpu(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _products_with_columns(
-    parts: int, x: Float[Array, "B T D"], matrix: Float[Array, "D N"]
+def _products_with_parts(
+    is_matrix: bool, x: Float[Array, "B T D"], weight: Float[Array, "D C F"]
 ) -> list[Float[Array, "B T F"]]:
-    """Return the product with each part of a matrix. The gradients are single products with the whole matrix.
+    """Return the product with each part of a weight. The gradients are single products with the whole weight.
 
-    One product that is kept and split is copied in the backward pass: 0.9 of the 54 ms of a block of Llama 3 70B (v5p:8x8x8, 4096
-    tokens a chip).
+    XLA:TPU may copy a single product that is kept, to read its parts in the backward pass: 0.9 of the 54 ms of a block of
+    Llama 3 70B (v5p:8x8x8, 4096 tokens a chip).
     """
-    return [jnp.einsum("btd,df->btf", x, columns) for columns in jnp.split(matrix, parts, axis=1)]
+    D, C, _ = weight.shape
+    parts = jnp.split(weight.reshape(D, -1), C, axis=1) if is_matrix else layers.split_parts(weight, dim=1)
+    return [jnp.einsum("btd,df->btf", x, part) for part in parts]
 
 
-def _with_residuals(parts: int, x: Array, matrix: Array) -> Any:
-    return _products_with_columns(parts, x, matrix), (x, matrix)
+def _with_residuals(is_matrix: bool, x: Array, weight: Array) -> Any:
+    return _products_with_parts(is_matrix, x, weight), (x, weight)
 
 
-def _gradients(parts: int, residuals: tuple[Array, Array], grads: list[Array]) -> tuple[Array, Array]:
-    (x, matrix), grad = residuals, jnp.concatenate(grads, axis=-1)
-    return jnp.einsum("btn,dn->btd", grad, matrix), jnp.einsum("btd,btn->dn", x, grad)
+def _gradients(is_matrix: bool, residuals: tuple[Array, Array], grads: list[Array]) -> tuple[Array, Array]:
+    x, weight = residuals
+    if is_matrix:
+        grad, matrix = jnp.concatenate(grads, axis=-1), weight.reshape(len(weight), -1)
+        weight_grad = jnp.einsum("btd,btn->dn", x, grad).reshape(weight.shape)
+        return jnp.einsum("btn,dn->btd", grad, matrix), weight_grad
+    grad = jnp.stack(grads)
+    return jnp.einsum("cbtf,dcf->btd", grad, weight), jnp.einsum("btd,cbtf->dcf", x, grad)
 
 
-_products_with_columns.defvjp(_with_residuals, _gradients)
+_products_with_parts.defvjp(_with_residuals, _gradients)
 
 
 def _experts(

@@ -209,7 +209,7 @@ def model(config: DecoderConfig, *, remat: Remat = None) -> BlockModel:
       config: the description of the model.
       remat: what the backward pass recomputes, as in `BlockModel`. With T tokens, blocks name these values:
 
-        - "qkv", rotated queries and keys, and values: [3 T D] for a GPT;
+        - "qkv", queries and keys, rotated unless a kernel for TPU does it, and values: [3 T D] for a GPT;
         - "attention" [T D], the output of attention;
         - "attention_out" [T D], the product that follows;
         - "mlp_hidden", the first products of the mlp: [2 T F] with a gate. The backward pass does not need the last product;

@@ -58,7 +58,7 @@ def test_positions_that_tensor_does_not_divide_are_refused(mesh_of):
         opt.step.lower(opt.abstract_state(odd.abstract_params()), transformer.abstract_batch(odd, 4))
 
 
-@pytest.mark.parametrize(("hidden", "shape"), [(4, "6,8"), (8, "2,2,3,8")], ids=["one matrix", "parts in front"])
+@pytest.mark.parametrize(("hidden", "shape"), [(4, "6,8"), (8, "6,1,8")], ids=["one matrix", "parts"])
 def test_gate_and_up_are_the_same_product_on_tpu(monkeypatch, hidden, shape):
     """On TPU the two parts do not stand in the middle: XLA would copy the gathered weights of each block."""
     rng = np.random.default_rng(0)

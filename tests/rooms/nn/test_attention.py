@@ -147,11 +147,11 @@ def test_heads_that_tensor_does_not_divide_are_refused(mesh_of):
 def test_a_soft_cap_has_the_gradients_of_plain_softmax_in_tiles_too():
     """Positions choose the tiles, whose backward pass is written by hand; the scores are well beyond the cap."""
     query, key, value = drawn(length=40)
-    query, cap = 8 * query, 1.5
+    query, cap, scale = 8 * query, 1.5, 0.3
 
     def plain(query, key, value):
         key, value = (jnp.repeat(x, H // G, axis=2) for x in (key, value))
-        scores = cap * jnp.tanh(jnp.einsum("bthk,bshk->bhts", query, key) / (K**0.5 * cap))
+        scores = cap * jnp.tanh(scale * jnp.einsum("bthk,bshk->bhts", query, key) / cap)
         mask = jnp.tril(jnp.ones((40, 40), bool))[None, None]
         return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(jnp.where(mask, scores, -jnp.inf)), value)
 
@@ -160,7 +160,7 @@ def test_a_soft_cap_has_the_gradients_of_plain_softmax_in_tiles_too():
 
     expected_gradients = jax.jit(jax.grad(sines(plain), argnums=(0, 1, 2)))(query, key, value)
     for positions in (None, np.arange(40)):
-        capped = functools.partial(so.nn.attention, softcap=cap, positions=positions)
+        capped = functools.partial(so.nn.attention, softcap=cap, scale=scale, positions=positions)
         gradients = jax.jit(jax.grad(sines(capped), argnums=(0, 1, 2)))(query, key, value)
         for ours, theirs in zip(gradients, expected_gradients, strict=True):
             np.testing.assert_allclose(ours, theirs, atol=2e-5)

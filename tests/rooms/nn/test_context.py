@@ -124,10 +124,13 @@ def test_blocks_by_splash(context, how):
     assert difference(mesh_of(context=context), batch, implementation="splash", **how) < 2e-5
 
 
+SCALE = 0.3
+
+
 def with_sinks(query, key, value, sinks, *, softcap, groups):
     """Attention whose softmax has one more column, written out; heads are [B, T, H, K]."""
     key, value = (jnp.repeat(x, query.shape[2] // groups, axis=2) for x in (key, value))
-    scores = softcap * jnp.tanh(jnp.einsum("bthk,bshk->bhts", query, key) / (query.shape[3] ** 0.5 * softcap))
+    scores = softcap * jnp.tanh(SCALE * jnp.einsum("bthk,bshk->bhts", query, key) / softcap)
     scores = jnp.where(jnp.tril(jnp.ones(scores.shape[2:], bool))[None, None], scores, -jnp.inf)
     sinks = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
     weights = jax.nn.softmax(jnp.concatenate([scores, sinks], axis=-1))[..., :-1]
@@ -162,7 +165,7 @@ SINK_ROWS = [
         ids=str,
     ),
 )
-def test_sinks_and_a_soft_cap_are_those_of_a_longer_softmax(sizes, how, view):
+def test_sinks_a_soft_cap_and_a_factor_are_those_of_a_longer_softmax(sizes, how, view):
     if view == "per device" and "tensor" in sizes:
         sizes = {"context": 4}  # two groups of two here, since G is 2 then
     splash, mesh, cap = "implementation" in how, mesh_of(**sizes), 1.5
@@ -171,7 +174,7 @@ def test_sinks_and_a_soft_cap_are_those_of_a_longer_softmax(sizes, how, view):
     heads, groups = (batch[name].shape[2] for name in ("query", "key"))
     args = 4 * batch["query"], batch["key"], batch["value"], np.linspace(-1, 2, heads).astype(batch["query"].dtype)
 
-    run = gradients(lambda *qkv_sinks: so.nn.attention(*qkv_sinks[:3], sinks=qkv_sinks[3], softcap=cap, **how))
+    run = gradients(lambda *qkv_sinks: so.nn.attention(*qkv_sinks[:3], sinks=qkv_sinks[3], softcap=cap, scale=SCALE, **how))
     spec, whole = PartitionSpec("data", "context"), PartitionSpec()
     specs = spec, spec, spec, whole
     if view == "per device":
