@@ -164,17 +164,16 @@ def apply_cached_block(
     attention, mlp = weights["attention"], weights["mlp"]
     routers, by_kernels = stream.routers, _adds_by_kernels(config)
     x, inputs = _branch_inputs(config, attention, stream.x, _num_projections(config))
+    x, mlp_inputs = _branch_inputs(config, mlp, x) if config.parallel not in (None, "norm") else (x, inputs)
     mixed, cache = _attention(config, attention, inputs, stream, x if by_kernels else None, cache, start)
-    before, x = x, mixed if by_kernels else _add_branch(config, attention, x, mixed)
+    x = mixed if by_kernels else _add_branch(config, attention, x, mixed)
     if config.parallel is None:
-        x, inputs = _branch_inputs(config, mlp, x)
-    elif config.parallel != "norm":
-        _, inputs = _branch_inputs(config, mlp, before)
+        x, mlp_inputs = _branch_inputs(config, mlp, x)
     if router is None:
-        out = _mlp(config, mlp, inputs[0], x if by_kernels else None)
+        out = _mlp(config, mlp, mlp_inputs[0], x if by_kernels else None)
         x = out if by_kernels else _add_branch(config, mlp, x, out)
     else:
-        out, routers = _experts(config, weights, router, plain(inputs[0]), routers)
+        out, routers = _experts(config, weights, router, plain(mlp_inputs[0]), routers)
         x = _add_branch(config, mlp, x, out)
     return stream._replace(x=x, layer=None if stream.layer is None else stream.layer + 1, routers=routers), cache
 

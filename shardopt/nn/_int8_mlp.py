@@ -24,7 +24,6 @@ from shardopt.nn._int8_product import (
     Sizes,
     forward,
     gradient_of,
-    gradient_of_sum,
     gradient_of_tokens,
     gradient_of_weight,
     like,
@@ -98,7 +97,7 @@ def _gradients(mlp: Mlp, residuals: Any, grad: Array) -> Any:
     dx = gradient_of_tokens(rows, row_scale, up, mlp.up, 1, dtype=like_x.dtype)
     columns = round_columns_of(both, mlp.gradients, x_scale)
     d_up = tuple(gradient_of_weight(qx, *rounded, mlp.up, dtype=like_up.dtype) for rounded in columns)
-    return dx, NO_GRADIENT, gradient_of(d_up), gradient_of((d_down,)), gradient_of_sum(grad, like_added)
+    return dx, NO_GRADIENT, gradient_of(d_up), gradient_of((d_down,)), None if like_added is None else grad
 
 
 int8_mlp.defvjp(_with_residuals, _gradients)

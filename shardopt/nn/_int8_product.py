@@ -90,7 +90,7 @@ def int8_product(
       x: activations, which are not read. They have the gradient.
       tokens: x, rounded by `round_rows` or `norm_and_round`.
       weight: the rounded weight.
-      added: what is added to the product; only to one without heads.
+      added: what is added to the product, in its dtype; only to one part without heads.
     """
     return _with_residuals(sizes, x, tokens, weight, added)[0]
 
@@ -113,20 +113,15 @@ def _gradients(sizes: Sizes, residuals: Any, grads: tuple[Array, ...]) -> Any:
     dx = gradient_of_tokens(by_token, token_scale, numbers, sizes, heads, dtype=like_x.dtype)
     by_channel = [round_columns(grad, x_scale) for grad in grads]
     dw = tuple(gradient_of_weight(qx, *rounded, sizes, dtype=like_weight.dtype) for rounded in by_channel)
-    return dx, NO_GRADIENT, gradient_of(dw), gradient_of_sum(grads[0], like_added)
+    return dx, NO_GRADIENT, gradient_of(dw), None if like_added is None else grads[0]
 
 
 int8_product.defvjp(_with_residuals, _gradients)
 
 
 def like(added: Array | None) -> Array | None:
-    """Return an empty array that tells the dtype of what was added."""
+    """Return an empty array in place of what was added, or None: a residual that tells which."""
     return None if added is None else jnp.zeros(0, added.dtype)
-
-
-def gradient_of_sum(grad: Array, like_added: Array | None) -> Array | None:
-    """Return the gradient of what was added."""
-    return None if like_added is None else grad.astype(like_added.dtype)
 
 
 def gradient_of(parts: tuple[Array, ...]) -> MatrixWeight:

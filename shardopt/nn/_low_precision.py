@@ -56,6 +56,11 @@ class Normed(NamedTuple):
         return self.normed.shape
 
     @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the activations."""
+        return self.normed.dtype
+
+    @property
     def rounded(self) -> RoundedTokens:
         """The activations, rounded by a kernel."""
         x, scale = jax.lax.stop_gradient((self.x, self.scale))
@@ -84,14 +89,14 @@ def quantized_einsum(
         product of x and the adapter, which is not quantised. A weight that `BlockModel.rounded` names is rounded already.
       precision: "int8" (TPU v5e, v5p, v6e, GPU) or "fp8" (TPU 7x; GPU from Hopper). On CPU the rounded numbers are multiplied in
         float32. None: `jnp.einsum`.
-      added: an array like the product that is added to it; kernels do so before they write it.
+      added: an array of the product's shape that is added to it. In the dtype of the product, kernels add it in the same pass.
 
     Returns:
       The product, in the dtype of x and weight, plus what is added.
 
     Raises:
-      ValueError: if `precision` is unknown, or subscripts do not have this form; if `BlockModel.rounded` describes
-        another product of the weight.
+      ValueError: if `precision` is unknown, subscripts do not have this form, or `added` has another shape; if
+        `BlockModel.rounded` describes another product of the weight.
 
     Example:
       >>> import jax.numpy as jnp
@@ -141,6 +146,8 @@ def quantized_einsum(
         return product + weight.einsum(plain(x), parse_subscripts(subscripts)).astype(product.dtype)
     if isinstance(weight, RoundedWeight):
         _check_rounding(subscripts, weight, precision)
+    if added is not None:
+        _check_added(subscripts, added, x.shape, weight.shape)
     if precision is None:
         return _plus(jnp.einsum(subscripts, plain(x), weight), added)
     check_precision("quantized_einsum", precision)
@@ -155,6 +162,16 @@ def quantized_einsum(
 
 def _plus(y: Array, added: Array | None) -> Array:
     return y if added is None else added + y
+
+
+def _check_added(subscripts: str, added: Array, x: tuple[int, ...], weight: tuple[int, ...]) -> None:
+    """Refuse an array that has another shape than the product."""
+    letters = parse_subscripts(subscripts)
+    sizes = dict(zip(letters[0] + letters[1], x + weight, strict=True))
+    shape = tuple(sizes[letter] for letter in letters[2])
+    if added.shape != shape:
+        problem = f"what is added has shape {added.shape}, and the product {shape}."
+        raise ValueError(format_error("quantized_einsum", problem, fix="give an array of the product's shape."))
 
 
 def _check_rounding(subscripts: str, weight: RoundedWeight, precision: str | None) -> None:
@@ -402,8 +419,11 @@ def gated_mlp(
     (up_sizes, up_weight), (down_sizes, down_weight) = up_operand, down_operand
     mlp = Mlp(activation, up_sizes, down_sizes)
     by_heads = plain(x)[:, None]
-    added = None if added is None else added[:, None]
-    return cast(Array, int8_mlp(mlp, by_heads, _rounded_tokens(x, by_heads), up_weight, down_weight, added))[:, 0]
+    in_kernel = None
+    if added is not None and added.dtype == jnp.result_type(x.dtype, up.dtype):
+        in_kernel = added[:, None]
+    y = cast(Array, int8_mlp(mlp, by_heads, _rounded_tokens(x, by_heads), up_weight, down_weight, in_kernel))[:, 0]
+    return y if in_kernel is not None else _plus(y, added)
 
 
 def _rounded_tokens(x: Array | Normed, by_heads: Float[Array, "B H T W"]) -> RoundedTokens:
@@ -423,16 +443,18 @@ def _by_kernels(
     width = math.prod(sizes[letter] for letter in product.summed) // heads
     by_heads = plain(x).reshape(-1, sizes[product.tokens[-1]], heads, width).swapaxes(1, 2)
     tokens = _rounded_tokens(x, by_heads)
-    is_matrix = kernel_sizes.heads == 1 and not parts
-    with_heads = (
-        added.reshape(-1, 1, sizes[product.tokens[-1]], kernel_weight.scale.shape[1])
-        if added is not None and is_matrix
-        else None
-    )
-    y = cast(tuple[Array, ...], int8_product(kernel_sizes, by_heads, tokens, kernel_weight, with_heads))
+    in_kernel = None
+    if (
+        added is not None
+        and added.dtype == jnp.result_type(x.dtype, weight.dtype)
+        and kernel_sizes.heads == 1
+        and not parts
+    ):
+        in_kernel = added.reshape(-1, 1, sizes[product.tokens[-1]], kernel_weight.scale.shape[1])
+    y = cast(tuple[Array, ...], int8_product(kernel_sizes, by_heads, tokens, kernel_weight, in_kernel))
     y = [part.swapaxes(1, 2).reshape([sizes[letter] for letter in product.tokens + channels]) for part in y]
     y = jnp.stack(y).reshape([sizes[letter] for letter in product.out]) if parts else y[0]
-    return y if is_matrix else _plus(y, added)
+    return y if in_kernel is not None else _plus(y, added)
 
 
 def _kernel_weight(

@@ -174,7 +174,9 @@ def test_sinks_a_soft_cap_and_a_factor_are_those_of_a_longer_softmax(sizes, how,
     heads, groups = (batch[name].shape[2] for name in ("query", "key"))
     args = 4 * batch["query"], batch["key"], batch["value"], np.linspace(-1, 2, heads).astype(batch["query"].dtype)
 
-    run = gradients(lambda *qkv_sinks: so.nn.attention(*qkv_sinks[:3], sinks=qkv_sinks[3], softcap=cap, scale=SCALE, **how))
+    run = gradients(
+        lambda *qkv_sinks: so.nn.attention(*qkv_sinks[:3], sinks=qkv_sinks[3], softcap=cap, scale=SCALE, **how)
+    )
     spec, whole = PartitionSpec("data", "context"), PartitionSpec()
     specs = spec, spec, spec, whole
     if view == "per device":

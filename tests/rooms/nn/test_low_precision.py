@@ -205,6 +205,18 @@ def test_a_norm_within_the_kernel_has_the_gradient_of_the_norm(monkeypatch):
         assert error < 2e-3  # a number at a rounding boundary moves by one step
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+def test_what_is_added_is_rounded_to_its_own_dtype(dtype, monkeypatch):
+    kernels_of(monkeypatch)
+    rng = np.random.default_rng(0)
+    x, w, added = (jnp.asarray(rng.normal(size=(1, 128, 128)), jnp.bfloat16) for _ in range(3))
+    run = lambda added: so.nn.quantized_einsum("btd,df->btf", x, w[0], precision="int8", added=added)  # noqa: E731
+    found, pull = jax.vjp(run, added.astype(dtype))
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found, run(None) + added.astype(dtype))
+    np.testing.assert_array_equal(pull(found)[0], found)
+
+
 @pytest.mark.parametrize("fused", ["kv", "qkv"])
 def test_kernels_of_a_block_add_its_stream(fused, monkeypatch):
     """The last product of a branch adds it, and so does the gradient of a norm."""
@@ -278,6 +290,10 @@ def test_what_is_refused():
         )
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             so.nn.quantized_einsum(subscripts, x, x, precision="int8")
+    with pytest.raises(
+        ValueError, match=r"^quantized_einsum: what is added has shape \(5, 3\), and the product \(3, 5\)\."
+    ):
+        so.nn.quantized_einsum("td,df->tf", np.ones((3, 4)), np.ones((4, 5)), precision=None, added=np.ones((5, 3)))
     message = "GPTConfig: unknown precision 'int4'.\nFix: use 'int8', 'fp8', or None for that of the dtype."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         check_precision("GPTConfig", "int4")
