@@ -467,10 +467,11 @@ def _gradients(is_matrix: bool, residuals: tuple[Array, Array], grads: list[Arra
     x, weight = residuals
     if is_matrix:
         grad, matrix = jnp.concatenate(grads, axis=-1), weight.reshape(len(weight), -1)
-        weight_grad = jnp.einsum("btd,btn->dn", x, grad).reshape(weight.shape)
-        return jnp.einsum("btn,dn->btd", grad, matrix), weight_grad
-    grad = jnp.stack(grads)
-    return jnp.einsum("cbtf,dcf->btd", grad, weight), jnp.einsum("btd,cbtf->dcf", x, grad)
+        dx, dw = jnp.einsum("btn,dn->btd", grad, matrix), jnp.einsum("btd,btn->dn", x, grad).reshape(weight.shape)
+    else:
+        grad = jnp.stack(grads)
+        dx, dw = jnp.einsum("cbtf,dcf->btd", grad, weight), jnp.einsum("btd,cbtf->dcf", x, grad)
+    return dx.astype(x.dtype), dw.astype(weight.dtype)
 
 
 _products_with_parts.defvjp(_with_residuals, _gradients)

@@ -142,6 +142,7 @@ def attention(
     if positions is not None:
         problem = "works on rows in natural order, not with positions"
         _refuse_kernel(implementation, "splash", "cudnn", problem=problem, fix="give rows in natural order")
+    scale = None if scale is None else float(scale)  # one of numpy would widen the queries
     rule, marks = Rule(causal, window, softcap, scale), Marks(_as_rows(positions, query), segment_ids)
     if is_analysed():
         return marked(ATTENTION, functools.partial(_plain_attention, rule=rule))(query, key, value, marks, sinks)

@@ -166,11 +166,13 @@ def _plus(y: Array, added: Array | None) -> Array:
 
 def _check_added(subscripts: str, added: Array, x: tuple[int, ...], weight: tuple[int, ...]) -> None:
     """Refuse an array that has another shape than the product."""
-    letters = parse_subscripts(subscripts)
-    sizes = dict(zip(letters[0] + letters[1], x + weight, strict=True))
-    shape = tuple(sizes[letter] for letter in letters[2])
-    if added.shape != shape:
-        problem = f"what is added has shape {added.shape}, and the product {shape}."
+    *operands, out = parse_subscripts(subscripts)
+    if [len(letters) for letters in operands] != [len(x), len(weight)]:
+        return  # einsum refuses them
+    sizes = dict(zip("".join(operands), x + weight, strict=True))
+    shape = tuple(sizes[letter] for letter in out)
+    if jnp.shape(added) != shape:
+        problem = f"what is added has shape {jnp.shape(added)}, and the product {shape}."
         raise ValueError(format_error("quantized_einsum", problem, fix="give an array of the product's shape."))
 
 

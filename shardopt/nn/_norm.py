@@ -45,7 +45,9 @@ def norm_of_stream(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _norm_of_stream(x: Array, scale: Array, epsilon: float, uses: int) -> tuple[Array, tuple[Array, ...]]:
-    return x, (rms_norm(x, scale, epsilon),) * uses
+    # A vmap over scale alone would otherwise return one x for all, and add its gradient once for each. XLA drops this zero.
+    zero = jnp.sum(scale[:0]).astype(x.dtype)
+    return x + zero, (rms_norm(x, scale, epsilon),) * uses
 
 
 def _with_residuals(x: Array, scale: Array, epsilon: float, uses: int) -> Any:

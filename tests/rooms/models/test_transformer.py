@@ -78,3 +78,11 @@ def test_gate_and_up_are_the_same_product_on_tpu(monkeypatch, hidden, shape):
     text = str(jax.make_jaxpr(lambda x: decoder_block._mlp(config, weights, x))(x))
     assert f"f32[{shape}]" in text
     assert relative_difference(results(), on_cpu) <= 1e-6
+
+
+@pytest.mark.parametrize("is_matrix", [True, False])
+@pytest.mark.parametrize(("x_dtype", "dtype"), [(jnp.float32, jnp.bfloat16), (jnp.bfloat16, jnp.float32)])
+def test_gradients_of_gate_and_up_have_the_dtypes_of_what_they_are_of(is_matrix, x_dtype, dtype):
+    x, weight = jnp.ones((2, 3, 4), x_dtype), jnp.ones((4, 2, 5), dtype)
+    loss = lambda x, weight: jnp.sum(decoder_block._products_with_parts(is_matrix, x, weight)[0])  # noqa: E731
+    assert [grad.dtype for grad in jax.grad(loss, (0, 1))(x, weight)] == [x_dtype, dtype]

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from support.tiers import tiered
 
 import shardopt as so
+from shardopt.trace._jaxprs import equations
 
 T, H, G, K = 160, 4, 2, 16  # neither length nor width fills a tile of the kernel
 
@@ -180,3 +181,10 @@ def test_sinks_are_keys_with_values_of_zeros():
         np.testing.assert_allclose(result, expected_values, atol=2e-6)
     with pytest.raises(ValueError, match="cudnn computes neither softcap nor sinks"):
         so.nn.attention(query, key, value, softcap=2.0, implementation="cudnn")
+
+
+def test_a_factor_of_numpy_does_not_widen_the_queries():
+    x = jnp.ones((1, 128, 1, 128), jnp.bfloat16)
+    attend = functools.partial(so.nn.attention, scale=1 / np.sqrt(128), implementation="splash")
+    kernels = [eqn for eqn in equations(jax.make_jaxpr(attend)(x, x, x)) if eqn.primitive.name == "pallas_call"]
+    assert {variable.aval.dtype for eqn in kernels for variable in eqn.invars if variable.aval.ndim == 4} == {x.dtype}

@@ -246,7 +246,7 @@ def test_kernels_of_a_block_add_its_stream(fused, monkeypatch):
         for eqn in equations(jaxpr)
         if eqn.primitive.name in ("add", "add_any") and eqn.outvars[0].aval.shape == x.shape
     ]
-    assert not sums
+    assert len(sums) == 2  # the zeros of two norms
     for a, b in zip(
         jax.tree.leaves(jax.jit(lambda *args: results(*args))(weights, x)), jax.tree.leaves(plain), strict=True
     ):

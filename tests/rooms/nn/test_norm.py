@@ -68,6 +68,16 @@ def test_with_the_kernel_it_is_the_same_function(on_tpu, monkeypatch):
     assert relative_difference(with_kernel, jax.jit(jax.value_and_grad(stream, argnums=(0, 1)))(x, scale)) < 1e-5
 
 
+def test_a_batch_of_scales_adds_the_gradient_of_the_stream_once(on_tpu, monkeypatch):
+    x, scales = draw(jnp.float32, (1, 128, 128), (3, 128))
+    gradient = lambda *args: jax.grad(lambda x, scales: jnp.sum(jax.vmap(stream, (None, 0))(x, scales)))(*args)  # noqa: E731
+    assert ON_TPU in str(jax.make_jaxpr(gradient)(x, scales))
+    with_kernel = jax.jit(gradient)(x, scales)
+    monkeypatch.undo()
+    plain = jax.grad(lambda x, scales: jnp.sum(jax.vmap(stream, (None, 0))(x, scales)))(x, scales)
+    assert relative_difference(with_kernel, plain) < 1e-5
+
+
 @pytest.mark.fast
 def test_the_kernel_takes_whole_rows_in_multiples_of_128(on_tpu, mesh_of):
     def is_taken(*shape, dtype=jnp.bfloat16, run=stream):
