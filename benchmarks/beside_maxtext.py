@@ -56,7 +56,7 @@ class Row(NamedTuple):
     @property
     def splits_a_dim(self) -> bool:
         """Return whether tensor takes a part of a dim of the slice."""
-        return self.tensor > 1 and str(self.tensor) not in self.topology.partition(":")[2].split("x")
+        return self.tensor > 1 and self.tensor not in self.dims
 
     @property
     def chip(self) -> str:
@@ -66,7 +66,12 @@ class Row(NamedTuple):
     @property
     def chips(self) -> int:
         """Return how many there are."""
-        return math.prod(map(int, self.topology.partition(":")[2].split("x")))
+        return math.prod(self.dims)
+
+    @property
+    def dims(self) -> list[int]:
+        """Return the chips along each dim of the slice."""
+        return [int(size) for size in self.topology.partition(":")[2].split("x")]
 
 
 class Remat(NamedTuple):

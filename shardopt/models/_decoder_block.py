@@ -25,6 +25,7 @@ from shardopt.models._inputs import Params
 from shardopt.models._latent_attention import latent_qkv
 from shardopt.models._routers import Routers
 from shardopt.nn._attention import masked_attention
+from shardopt.nn._flash import factor_of_scores
 from shardopt.nn._low_precision import Normed, gated_mlp, plain
 from shardopt.nn._low_rank import Weight
 from shardopt.nn._norm import norm_of_stream, rms_norm
@@ -164,7 +165,7 @@ def apply_cached_block(
     attention, mlp = weights["attention"], weights["mlp"]
     routers, by_kernels = stream.routers, _adds_by_kernels(config)
     x, inputs = _branch_inputs(config, attention, stream.x, _num_projections(config))
-    x, mlp_inputs = _branch_inputs(config, mlp, x) if config.parallel not in (None, "norm") else (x, inputs)
+    x, mlp_inputs = _branch_inputs(config, mlp, x) if config.parallel == "input" else (x, inputs)
     mixed, cache = _attention(config, attention, inputs, stream, x if by_kernels else None, cache, start)
     x = mixed if by_kernels else _add_branch(config, attention, x, mixed)
     if config.parallel is None:
@@ -246,26 +247,26 @@ def _attention(
     cache: KVCache | None,
     start: Array | int,
 ) -> tuple[Float[Array, "B T D"], KVCache | None]:
-    """Return what attention mixes, projected, plus what is added; and the cache."""
+    """Return the last product of attention plus `added`, and the cache."""
     kind = None if stream.layer is None else jnp.asarray(_kind_numbers(config))[stream.layer]
     length = inputs[0].shape[1]
     places = layers.places(length, stream.positions, stream.order)
     rotate, scale = _rotation(config, kind, places, row_length(length)), config.attention_scale
-    keep = lambda *qkv: checkpoint_name(qkv, "qkv")  # noqa: E731
+    keep = functools.partial(checkpoint_name, name="qkv")
     if config.latent is not None:
-        query, key, value = keep(*latent_qkv(weights, plain(inputs[0]), config.latent, rotate))
+        query, key, value = keep(latent_qkv(weights, plain(inputs[0]), config.latent, rotate))
     else:
         query, key, value = _qkv(config, weights, inputs)
         if cache is None and _rotates_in_one_pass(config, query, key):
             # heads are kept before this pass, which multiplies queries by the factor of scores as well
-            query, key, value = keep(query, key, value)
-            query = rotate(query, config.head_width**-0.5 if scale is None else scale)
+            query, key, value = keep((query, key, value))
+            query = rotate(query, factor_of_scores(scale, config.head_width))
             key, scale = rotate(key), 1.0
         else:
             query, key = rotate(query), rotate(key)
             if config.qk_norm == "rotated_head":
                 query, key = apply_norm(config, weights, "q_norm", query), apply_norm(config, weights, "k_norm", key)
-            query, key, value = keep(query, key, value)
+            query, key, value = keep((query, key, value))
     if cache is None:
         mixed = _mix(config, kind, query, key, value, stream, scale, weights.get("sinks"))
     else:
@@ -277,10 +278,12 @@ def _attention(
 
 
 def _qkv(config: DecoderConfig, weights: Params, inputs: list[Array | Normed]) -> tuple[Array, Array, Array]:
-    rest = itertools.chain(inputs, itertools.repeat(inputs[-1]))
+    input_of_each_product = itertools.chain(inputs, itertools.repeat(inputs[-1]))
 
     def project(name: str, dims: str = "hk") -> Array:
-        heads = nn.quantized_einsum(f"btd,d{dims}->bt{dims}", next(rest), weights[name], precision=config.precision)
+        heads = nn.quantized_einsum(
+            f"btd,d{dims}->bt{dims}", next(input_of_each_product), weights[name], precision=config.precision
+        )
         return _add_bias(heads, weights.get(f"{name}_bias"))
 
     def norm(heads: Array, name: str) -> Array:
@@ -459,11 +462,11 @@ def _products_with_parts(
     return [jnp.einsum("btd,df->btf", x, part) for part in parts]
 
 
-def _with_residuals(is_matrix: bool, x: Array, weight: Array) -> Any:
+def _parts_with_residuals(is_matrix: bool, x: Array, weight: Array) -> Any:
     return _products_with_parts(is_matrix, x, weight), (x, weight)
 
 
-def _gradients(is_matrix: bool, residuals: tuple[Array, Array], grads: list[Array]) -> tuple[Array, Array]:
+def _gradients_of_parts(is_matrix: bool, residuals: tuple[Array, Array], grads: list[Array]) -> tuple[Array, Array]:
     x, weight = residuals
     if is_matrix:
         grad, matrix = jnp.concatenate(grads, axis=-1), weight.reshape(len(weight), -1)
@@ -474,7 +477,7 @@ def _gradients(is_matrix: bool, residuals: tuple[Array, Array], grads: list[Arra
     return dx.astype(x.dtype), dw.astype(weight.dtype)
 
 
-_products_with_parts.defvjp(_with_residuals, _gradients)
+_products_with_parts.defvjp(_parts_with_residuals, _gradients_of_parts)
 
 
 def _experts(

@@ -1,4 +1,4 @@
-"""The parts of the decoder that read no config: norms, rotary positions, and how sequence parallelism shards activations.
+"""The parts of the decoder that read no config: casts, rotary positions, layouts, and how sequence parallelism shards activations.
 
 Suffixes: B sequences, T positions, S cached positions, D width, H heads, K width of a head, F hidden units.
 """

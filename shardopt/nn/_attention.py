@@ -21,10 +21,11 @@ from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, error_text, format_error
 from shardopt.mesh import axes_of_role, device_kind_or_default, is_analysed, mesh_under_trace
 from shardopt.nn._exchange import Attention, exchanged_attention, gathered_attention
-from shardopt.nn._flash import NAME, Marks, Rule, capped, sees
+from shardopt.nn._flash import NAME, Marks, Rule, capped, factor_of_scores, sees
+from shardopt.nn._kernel_tiles import LANES, is_local
 from shardopt.nn._order import CONTEXT
 from shardopt.nn._ring import Ring, ring_attention, ring_of
-from shardopt.nn._splash import LANES, splash_attention
+from shardopt.nn._splash import splash_attention
 from shardopt.trace._marks import ATTENTION, marked
 
 Implementation = Literal["splash", "cudnn", "xla"]
@@ -328,7 +329,7 @@ def masked_attention(
         query, query_dims, key_dims = query.reshape(B, T, G, H // G, K), "gr", "g"
     mask_bias = jnp.expand_dims(jnp.where(mask, 0, -1e30).astype(wide), range(1, 1 + len(query_dims)))
     scores = jnp.einsum(f"bt{query_dims}k,bs{key_dims}k->b{query_dims}ts", query, key, preferred_element_type=wide)
-    scores = capped(scores * (K**-0.5 if scale is None else scale), softcap) + mask_bias
+    scores = capped(scores * factor_of_scores(scale, K), softcap) + mask_bias
     top = jnp.max(scores, axis=-1, keepdims=True)
     if sinks is not None:
         sinks = sinks.astype(wide).reshape(1, *scores.shape[1:-2], 1, 1)
@@ -420,7 +421,7 @@ def _on_each_device(run: Attention, query: Array, key: Array, value: Array, mark
     axis_types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     # axes of size 1 too: jax refuses a kernel for TPU in a region that is not manual over all axes
     auto_axes = {axis for axis, axis_type in axis_types.items() if axis_type != AxisType.Manual}
-    if math.prod(mesh.shape[axis] for axis in auto_axes) == 1:
+    if is_local():
         return run(query, key, value, marks, sinks)
     row_axes = tuple(axis for role in ("replica", "data", "expert") for axis in axes_of_role(role) if axis in auto_axes)
     position_axes = tuple(axis for axis in axes_of_role(CONTEXT) if axis in auto_axes)

@@ -31,6 +31,11 @@ _PADDING_POSITION = np.iinfo(np.int32).max  # the position of padding keys: afte
 Carry = TypeVar("Carry")
 
 
+def factor_of_scores(scale: float | None, width: int) -> float:
+    """Return the factor of scores: `scale`, or 1 / sqrt(K) for None; `width` is K."""
+    return width**-0.5 if scale is None else scale
+
+
 class Rule(NamedTuple):
     """Which keys a query sees by position, and the cap and the factor of scores; see `so.nn.attention`."""
 
@@ -41,7 +46,7 @@ class Rule(NamedTuple):
 
     def scaled(self, x: Array, width: int) -> Array:
         """Return scores, or queries, times the factor of scores; `width` is K."""
-        factor = width**-0.5 if self.scale is None else self.scale
+        factor = factor_of_scores(self.scale, width)
         return x if factor == 1 else x * factor
 
 

@@ -90,7 +90,7 @@ def int8_product(
       x: activations, which are not read. They have the gradient.
       tokens: x, rounded by `round_rows` or `norm_and_round`.
       weight: the rounded weight.
-      added: what is added to the product, in its dtype; only to one part without heads.
+      added: an array that is added to the product, in its dtype; only to one part without heads.
     """
     return _with_residuals(sizes, x, tokens, weight, added)[0]
 
@@ -120,7 +120,7 @@ int8_product.defvjp(_with_residuals, _gradients)
 
 
 def like(added: Array | None) -> Array | None:
-    """Return an empty array in place of what was added, or None: a residual that tells which."""
+    """Return an empty array for an array, and None for None: the residual that tells whether one was added."""
     return None if added is None else jnp.zeros(0, added.dtype)
 
 
@@ -306,7 +306,7 @@ def forward(
     *,
     dtype: DTypeLike,
 ) -> Float[Array, "B H T W"]:
-    """Return the product of activations and a part of a weight over K, with their scales, plus what is added."""
+    """Return the product of activations and a part of a weight over K, with their scales, plus `added`."""
     from jax.experimental import pallas as pl
 
     (B, T, K), N = x.shape, weight_scale.shape[1] // sizes.parts

@@ -1,4 +1,4 @@
-"""Shared parts of Pallas kernels: products and masks of a tile, and the memory that they may use."""
+"""Shared parts of Pallas kernels: where they run, their calls, products and masks of a tile, and the memory that they may use."""
 
 import functools
 import math
@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from shardopt.mesh import device_kind_or_default, mesh_under_trace
+from shardopt.mesh import device_kind_or_default, is_analysed, mesh_under_trace
 from shardopt.nn._flash import HIDDEN, Rule
 
 LANES = 128
@@ -58,8 +58,13 @@ def divisors(heads: int) -> list[int]:
     return [count for count in range(1, 5) if heads % count == 0]
 
 
+def kernels_run_on(kind: str) -> bool:
+    """Return whether kernels for TPU run here, on a kind of device: arrays are local, and the program is not analysed."""
+    return kind.startswith("TPU") and not is_analysed() and is_local()
+
+
 def is_local() -> bool:
-    """Return whether arrays under trace are those of one device: each mesh axis is manual, or has size 1."""
+    """Return whether one device holds the whole of arrays under trace: each mesh axis is manual, or has size 1."""
     mesh = mesh_under_trace()
     axis_types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return all(kind == AxisType.Manual or mesh.shape[axis] == 1 for axis, kind in axis_types)

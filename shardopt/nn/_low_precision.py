@@ -6,7 +6,7 @@ Scales are of one token, one channel of a weight, or one row of tokens, so many 
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple, cast, get_args
+from typing import NamedTuple, TypeGuard, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from shardopt.nn._int8_product import (
     rounded_matrix,
     takes,
 )
-from shardopt.nn._kernel_tiles import LANES, is_local
+from shardopt.nn._kernel_tiles import LANES, kernels_run_on
 from shardopt.nn._low_rank import LowRank, Weight
 from shardopt.nn._order import manual_context_axes
 from shardopt.trace._marks import ROW_MAXIMUM, marked
@@ -92,7 +92,7 @@ def quantized_einsum(
       added: an array of the product's shape that is added to it. In the dtype of the product, kernels add it in the same pass.
 
     Returns:
-      The product, in the dtype of x and weight, plus what is added.
+      The product, in the dtype of x and weight, plus `added`.
 
     Raises:
       ValueError: if `precision` is unknown, subscripts do not have this form, or `added` has another shape; if
@@ -172,7 +172,7 @@ def _check_added(subscripts: str, added: Array, x: tuple[int, ...], weight: tupl
     sizes = dict(zip("".join(operands), x + weight, strict=True))
     shape = tuple(sizes[letter] for letter in out)
     if jnp.shape(added) != shape:
-        problem = f"what is added has shape {jnp.shape(added)}, and the product {shape}."
+        problem = f"`added` has shape {jnp.shape(added)}, and the product {shape}."
         raise ValueError(format_error("quantized_einsum", problem, fix="give an array of the product's shape."))
 
 
@@ -421,11 +421,14 @@ def gated_mlp(
     (up_sizes, up_weight), (down_sizes, down_weight) = up_operand, down_operand
     mlp = Mlp(activation, up_sizes, down_sizes)
     by_heads = plain(x)[:, None]
-    in_kernel = None
-    if added is not None and added.dtype == jnp.result_type(x.dtype, up.dtype):
-        in_kernel = added[:, None]
+    in_kernel = added[:, None] if _has_dtype_of_product(added, x, up) else None
     y = cast(Array, int8_mlp(mlp, by_heads, _rounded_tokens(x, by_heads), up_weight, down_weight, in_kernel))[:, 0]
     return y if in_kernel is not None else _plus(y, added)
+
+
+def _has_dtype_of_product(added: Array | None, x: Array | Normed, weight: Array | RoundedWeight) -> TypeGuard[Array]:
+    """Return whether there is an array to add in the dtype of the product, as kernels add it."""
+    return added is not None and added.dtype == jnp.result_type(x.dtype, weight.dtype)
 
 
 def _rounded_tokens(x: Array | Normed, by_heads: Float[Array, "B H T W"]) -> RoundedTokens:
@@ -435,7 +438,7 @@ def _rounded_tokens(x: Array | Normed, by_heads: Float[Array, "B H T W"]) -> Rou
 def _by_kernels(
     product: Product, x: Array | Normed, weight: Array | RoundedWeight, added: Array | None
 ) -> Array | None:
-    """Return the product, plus what is added, by the kernels for TPU; None if they do not take it."""
+    """Return the product plus `added` by the kernels for TPU; None if they do not take it."""
     operand = _kernel_weight(product, x.shape, weight)
     if operand is None:
         return None
@@ -446,12 +449,7 @@ def _by_kernels(
     by_heads = plain(x).reshape(-1, sizes[product.tokens[-1]], heads, width).swapaxes(1, 2)
     tokens = _rounded_tokens(x, by_heads)
     in_kernel = None
-    if (
-        added is not None
-        and added.dtype == jnp.result_type(x.dtype, weight.dtype)
-        and kernel_sizes.heads == 1
-        and not parts
-    ):
+    if _has_dtype_of_product(added, x, weight) and kernel_sizes.heads == 1 and not parts:
         in_kernel = added.reshape(-1, 1, sizes[product.tokens[-1]], kernel_weight.scale.shape[1])
     y = cast(tuple[Array, ...], int8_product(kernel_sizes, by_heads, tokens, kernel_weight, in_kernel))
     y = [part.swapaxes(1, 2).reshape([sizes[letter] for letter in product.tokens + channels]) for part in y]
@@ -468,9 +466,9 @@ def _kernel_weight(
     """
     parts, channels = _parts(product)
     fits = parts + product.tokens + channels == product.out and product.tokens + product.summed == product.x
-    if product.precision != "int8" or not device_kind_or_default().startswith("TPU") or is_analysed():
+    if product.precision != "int8" or not kernels_run_on(device_kind_or_default()):
         return None
-    if not (is_local() and fits and product.rounds_weight_gradient) or manual_context_axes():
+    if not (fits and product.rounds_weight_gradient) or manual_context_axes():
         return None
     sizes = product.sizes(x_shape, weight.shape)
     C, T, K, N = (

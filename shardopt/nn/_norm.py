@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from shardopt.mesh import device_kind_or_default, is_analysed
-from shardopt.nn._kernel_tiles import LANES, ROWS, by_strips, call_kernel, is_local, largest_block, vmem
+from shardopt.mesh import device_kind_or_default
+from shardopt.nn._kernel_tiles import LANES, ROWS, by_strips, call_kernel, kernels_run_on, largest_block, vmem
 
 
 @jax.checkpoint
@@ -115,7 +115,7 @@ def _gradient_of_norm(epsilon: float, scale: Any, x: Any, *refs: Any) -> None:
 
 def _takes(x: Array, uses: int) -> bool:
     """Return whether the kernel takes a norm: on a TPU with whole rows of x, in multiples of 128, that fit into VMEM."""
-    if not device_kind_or_default().startswith("TPU") or is_analysed() or not is_local() or x.ndim != 3:
+    if not kernels_run_on(device_kind_or_default()) or x.ndim != 3:
         return False
     is_whole = not (x.shape[1] % LANES or x.shape[2] % LANES)
     return is_whole and x.dtype.itemsize <= 4 and _bytes_per_row(x, uses) * ROWS <= vmem()

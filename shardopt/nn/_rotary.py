@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from shardopt.mesh import device_kind_or_default, is_analysed
-from shardopt.nn._kernel_tiles import LANES, ROWS, by_strips, call_kernel, is_local, largest_block, vmem
+from shardopt.mesh import device_kind_or_default
+from shardopt.nn._kernel_tiles import LANES, ROWS, by_strips, call_kernel, kernels_run_on, largest_block, vmem
 
 
 @jax.custom_vjp
@@ -57,7 +57,7 @@ rotate_halves.defvjp(
 
 def takes_rotation(x: Float[Array, "B T H K"]) -> bool:
     """Return whether the kernel rotates x: on a TPU with whole heads and rows, in multiples of 128."""
-    if not device_kind_or_default().startswith("TPU") or is_analysed() or not is_local():
+    if not kernels_run_on(device_kind_or_default()):
         return False
     is_whole = not (x.shape[1] % LANES or x.shape[3] % LANES)
     return is_whole and x.dtype.itemsize <= 4 and _bytes_per_row(x) * ROWS <= vmem()

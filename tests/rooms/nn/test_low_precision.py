@@ -290,9 +290,7 @@ def test_what_is_refused():
         )
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             so.nn.quantized_einsum(subscripts, x, x, precision="int8")
-    with pytest.raises(
-        ValueError, match=r"^quantized_einsum: what is added has shape \(5, 3\), and the product \(3, 5\)\."
-    ):
+    with pytest.raises(ValueError, match=r"^quantized_einsum: `added` has shape \(5, 3\), and the product \(3, 5\)\."):
         so.nn.quantized_einsum("td,df->tf", np.ones((3, 4)), np.ones((4, 5)), precision=None, added=np.ones((5, 3)))
     message = "GPTConfig: unknown precision 'int4'.\nFix: use 'int8', 'fp8', or None for that of the dtype."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
