@@ -34,6 +34,7 @@ from common import write_json
 RESULTS = Path(__file__).parent / "results" / "beside_maxtext.json"
 SPARSE_CORE = ("all_gather", "reduce_scatter", "all_reduce", "3d_all_gather", "2d_all_gather", "nd_reduce_scatter")
 CONTENDERS = ("shardopt", "maxtext")
+COLLECTIVE_MATMUL = "xla_jf_spmd_threshold_for_windowed_einsum_mib"  # libtpu's default stays where it is chosen
 
 
 class Row(NamedTuple):
@@ -108,6 +109,7 @@ class Choice(NamedTuple):
         with up to four heads at a time.
       fused: gate and up as one product, and queries, keys and values as one. shardopt always has the first.
       vmem: MiB of a core's memory that one operation may use.
+      collective_matmul: whether XLA sends what tensor shards in pieces, between pieces of a product.
     """
 
     remat: Literal["full", "attention", "projections", "products"] = "full"
@@ -115,12 +117,19 @@ class Choice(NamedTuple):
     block: int = 512
     fused: bool = False
     vmem: int = 48
+    collective_matmul: bool = True
 
     @classmethod
     def of(cls, text: str) -> "Choice":
-        """Read a choice such as "attention,1,1024,True,48"."""
-        remat, tiles, block, fused, vmem = text.split(",")
-        return cls(remat, int(tiles), int(block), fused == "True", int(vmem))
+        """Read a choice such as "attention,1,1024,True,48,True"."""
+        remat, tiles, block, fused, vmem, collective_matmul = text.split(",")
+        return cls(remat, int(tiles), int(block), fused == "True", int(vmem), collective_matmul == "True")
+
+    @property
+    def xla_options(self) -> dict[str, int]:
+        """Return it as options of the compiler."""
+        options = {"xla_tpu_scoped_vmem_limit_kib": self.vmem * 1024}
+        return options if self.collective_matmul else options | {COLLECTIVE_MATMUL: 1_000_000}
 
     def __str__(self) -> str:
         """Return what differs from the defaults, and the memory."""
@@ -129,6 +138,7 @@ class Choice(NamedTuple):
             f"loss in {self.tiles}" if self.tiles > 1 else "",
             f"blocks {self.block}" if self.block != 512 else "",
             "fused products" if self.fused else "",
+            "" if self.collective_matmul else "no collective matmul",
         ]
         return f"{', '.join(filter(None, words)) or 'defaults'}, {self.vmem} MiB"
 
@@ -136,7 +146,9 @@ class Choice(NamedTuple):
 def choices(who: str, row: Row) -> dict[str, tuple[Any, ...]]:
     """Return the other values of each field of `Choice` in the order in which they are tried; shardopt has no other blocks."""
     vmem = {"v5p": (60,), "v5e": (96, 120), "v6e": (48, 120)}[row.chip]  # a core of v5p has 64 MiB, others have 128
-    common = {"remat": tuple(REMAT)[1:], "tiles": (4,), "vmem": vmem}
+    common: dict[str, tuple[Any, ...]] = {"remat": tuple(REMAT)[1:], "tiles": (4,), "vmem": vmem}
+    if row.tensor > 1:
+        common["collective_matmul"] = (False,)
     return common if who == "shardopt" else {"fused": (True,), "block": (1024,), **common}
 
 
@@ -202,7 +214,10 @@ def compile_shardopt(row: Row, choice: Choice) -> tuple[dict[str, Any], str]:
                 scatter_dtype=jnp.bfloat16,
                 rules=RULES if row.tensor > 1 else (),
                 micro_batches=row.micro_batches,
-                compiler_options=so.compiler_options(mesh) | {"xla_tpu_scoped_vmem_limit_kib": choice.vmem * 1024},
+                compiler_options={
+                    name: value for name, value in so.compiler_options(mesh).items() if name != COLLECTIVE_MATMUL
+                }
+                | choice.xla_options,
             ),
             shape.abstract_params(),
             transformer.abstract_batch(shape, row.rows * row.chips * row.micro_batches),
@@ -241,7 +256,7 @@ def compile_maxtext(
         f"fused_qkv={choice.fused}",
         *[f"{name}={choice.block}" for name in BLOCKS if choice.block != 512],
         f"sa_use_fused_bwd_kernel={choice.block != 512}",
-        f"compile_xla_flags={' '.join([f'--xla_tpu_scoped_vmem_limit_kib={choice.vmem * 1024}', *flags])}",
+        f"compile_xla_flags={' '.join([f'--{name}={value}' for name, value in choice.xla_options.items()] + flags)}",
         *more,
     ]
     with tempfile.TemporaryDirectory() as folder:

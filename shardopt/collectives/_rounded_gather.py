@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from shardopt.collectives._buckets import MeshAxes
 from shardopt.collectives._tiles import Gather, gather_matrices
 from shardopt.core._rounded_weight import Form, RoundedWeight
+from shardopt.core._types import replaced
 
 
 def gather_rounded(
@@ -25,8 +26,8 @@ def gather_rounded(
       axes: the mesh axes that shard each weight.
       gather: `gather(x, axes, dim)` all-gathers a dim.
 
-    Communication: the numbers, a byte each. A scale of 4 bytes for each channel is gathered if rows are channels, and else it
-    is a maximum over the axes.
+    Communication: the numbers, a byte each. A scale of 4 bytes for each channel is gathered if rows are channels, all of them
+    together, and else it is a maximum over the axes.
     """
     dtypes = [form.rounding.dtype or weight.dtype for weight, form in zip(weights, forms, strict=True)]
     rounded = [
@@ -34,10 +35,12 @@ def gather_rounded(
         for weight, form, dtype, weight_axes in zip(weights, forms, dtypes, axes, strict=True)
     ]
     matrices = gather_matrices([numbers for numbers, _ in rounded], axes, gather)
-    scales = [
-        gather(scale, weight_axes, 0) if form.by_channel else scale
-        for (_, scale), form, weight_axes in zip(rounded, forms, axes, strict=True)
-    ]
+    scales = [scale for _, scale in rounded]
+    sharded = [i for i, form in enumerate(forms) if form.by_channel]
+    rows = gather_matrices([scales[i].reshape(1, -1) for i in sharded], [axes[i] for i in sharded], gather)
+    scales = replaced(
+        scales, sharded, [row.reshape(-1, *scales[i].shape[1:]) for row, i in zip(rows, sharded, strict=True)]
+    )
     return [RoundedWeight.of(*parts) for parts in zip(matrices, scales, dtypes, forms, strict=True)]
 
 

@@ -26,7 +26,7 @@ from shardopt.models._latent_attention import latent_qkv
 from shardopt.models._routers import Routers
 from shardopt.nn._attention import masked_attention
 from shardopt.nn._flash import factor_of_scores
-from shardopt.nn._low_precision import Normed, gated_mlp, plain
+from shardopt.nn._low_precision import Normed, gated_mlp, parse_subscripts, plain
 from shardopt.nn._low_rank import Weight
 from shardopt.nn._norm import norm_of_stream, rms_norm
 from shardopt.nn._order import row_length
@@ -35,6 +35,8 @@ from shardopt.partition import shard_axes
 from shardopt.partition._plan import largest_divisible_dim
 
 Shapes = dict[str, tuple[int, ...]]
+_ATTENTION_OUT = "attention_out"
+"""The name of the stream after attention; with post norms, of the last product of attention, which its norm needs."""
 
 
 class Stream(NamedTuple):
@@ -164,12 +166,13 @@ def apply_cached_block(
     weights = layers.cast({part: leaves for part, leaves in weights.items() if part != "router"}, config.dtype)
     attention, mlp = weights["attention"], weights["mlp"]
     routers, by_kernels = stream.routers, _adds_by_kernels(config)
-    x, inputs = _branch_inputs(config, attention, stream.x, _num_projections(config))
-    x, mlp_inputs = _branch_inputs(config, mlp, x) if config.parallel == "input" else (x, inputs)
+    x, inputs = _branch_inputs(config, attention, stream.x, "qkv", _num_projections(config))
+    x, mlp_inputs = _branch_inputs(config, mlp, x, "mlp_hidden") if config.parallel == "input" else (x, inputs)
     mixed, cache = _attention(config, attention, inputs, stream, x if by_kernels else None, cache, start)
     x = mixed if by_kernels else _add_branch(config, attention, x, mixed)
+    x = x if config.post_norms else checkpoint_name(x, _ATTENTION_OUT)
     if config.parallel is None:
-        x, mlp_inputs = _branch_inputs(config, mlp, x)
+        x, mlp_inputs = _branch_inputs(config, mlp, x, "mlp_hidden")
     if router is None:
         out = _mlp(config, mlp, mlp_inputs[0], x if by_kernels else None)
         x = out if by_kernels else _add_branch(config, mlp, x, out)
@@ -181,21 +184,25 @@ def apply_cached_block(
 
 def _num_projections(config: DecoderConfig) -> int:
     """Return how many products by kernels read the norm before attention; each gives back a gradient of its own."""
-    is_rounded = config.precision == "int8" and config.latent is None
+    is_rounded = config.precision == "int8" and config.latent is None and not config.sequence_parallel
     return {"qkv": 1, "kv": 2, None: 3}[config.fused] if is_rounded else 1
 
 
 def _branch_inputs(
-    config: DecoderConfig, weights: Params, x: Array, uses: int = 1
+    config: DecoderConfig, weights: Params, x: Array, name: str, uses: int = 1
 ) -> tuple[Array, list[Array | Normed]]:
-    """Return x, and the input of a branch once for each of its uses."""
-    if config.sequence_parallel or not config.pre_norms or config.norm != "rms":
+    """Return x, and the input of a branch once for each of its uses; `name` is that of the products which read it."""
+    gather = layers.gather_positions if config.sequence_parallel else lambda x: x
+    if not config.pre_norms or config.norm != "rms":
         normed = apply_norm(config, weights, "norm", x) if config.pre_norms else x
-        return x, [layers.gather_positions(normed) if config.sequence_parallel else normed] * uses
-    x, inputs = norm_of_stream(x, weights["norm"], config.norm_epsilon, uses)
-    if config.precision == "int8":
+        return x, [gather(normed)] * uses
+    is_sharded = config.sequence_parallel
+    x, inputs = norm_of_stream(
+        x, weights["norm"], config.norm_epsilon, uses, name=name, has_sharded_positions=is_sharded
+    )
+    if config.precision == "int8" and not is_sharded:
         return x, [Normed(normed, x, weights["norm"], config.norm_epsilon) for normed in inputs]
-    return x, list(inputs)
+    return x, [gather(normed) for normed in inputs]
 
 
 def _adds_by_kernels(config: DecoderConfig) -> bool:
@@ -274,7 +281,8 @@ def _attention(
         cache = KVCache(write(cache.key, key), write(cache.value, value))
         mixed = _mix_cached(config, kind, query, cache, places, weights.get("sinks"))
     out = nn.quantized_einsum("bthk,hkd->btd", mixed, weights["out"], precision=config.precision, added=added)
-    return checkpoint_name(_add_bias(out, weights.get("out_bias")), "attention_out"), cache
+    out = _add_bias(out, weights.get("out_bias"))
+    return checkpoint_name(out, _ATTENTION_OUT) if config.post_norms else out, cache
 
 
 def _qkv(config: DecoderConfig, weights: Params, inputs: list[Array | Normed]) -> tuple[Array, Array, Array]:
@@ -296,12 +304,23 @@ def _qkv(config: DecoderConfig, weights: Params, inputs: list[Array | Normed]) -
         # The dim of parts stays where the product puts it: moving it to the front would cost a transposition each way.
         query, key, value = layers.split_parts(project("qkv", "chk"))
     elif config.fused == "kv":
-        query, (key, value) = project("q"), jnp.split(project("kv"), 2, axis=-1)
+        query, (key, value) = project("q"), _keys_and_values(config, weights["kv"], inputs[-1], lambda: project("kv"))
     else:
         query, key, value = project("q"), project("k"), project("v")
     if config.qk_norm in (None, "rotated_head"):
         return query, key, value
     return norm(query, "q_norm"), norm(key, "k_norm"), value
+
+
+def _keys_and_values(
+    config: DecoderConfig, weight: Weight, x: Array | Normed, product: Callable[[], Array]
+) -> list[Array]:
+    """Return the halves of the product with `kv` [D, G, 2 K]; on TPU each is a product, since XLA would copy them to part them."""
+    by_parts = device_kind_or_default().startswith("TPU") and config.precision is None and isinstance(weight, Array)
+    if by_parts and not config.qkv_bias:
+        halves = Parts("btd,dgk->btgk", "btd,dgk->btgk", "k", 2)
+        return cast(list[Array], _products_with_parts(halves, plain(x), weight))
+    return jnp.split(product(), 2, axis=-1)
 
 
 def _kind_numbers(config: DecoderConfig) -> np.ndarray:
@@ -439,7 +458,11 @@ def _fused_hidden_on_tpu(
     if config.precision is None and mesh_sizes.get(TENSOR, 1) == 1 and isinstance(up, Array):
         # rows [C, F] of D are gathered as rows of a matrix
         is_matrix = largest_divisible_dim(up.shape, shard_axes(mesh_sizes).size, (False,) * 3) == 0
-        parts = cast(list[Array], _products_with_parts(is_matrix, plain(x), up))
+        D, C, _ = up.shape
+        parts = (
+            Parts("btd,df->btf", "btd,df->btf", "f", C) if is_matrix else Parts("btd,df->btf", "btd,dcf->cbtf", "c", C)
+        )
+        parts = cast(list[Array], _products_with_parts(parts, plain(x), up.reshape(D, -1) if is_matrix else up))
         biases = [None] * len(parts) if bias is None else list(bias)
         return checkpoint_name([_add_bias(part, b) for part, b in zip(parts, biases, strict=True)], "mlp_hidden")
     hidden = nn.quantized_einsum("btd,dcf->cbtf", x, up, precision=config.precision)
@@ -448,32 +471,55 @@ def _fused_hidden_on_tpu(
     return layers.split_parts(checkpoint_name(hidden, "mlp_hidden"), dim=0)
 
 
+class Parts(NamedTuple):
+    """How a weight is parted for products of their own.
+
+    Attributes:
+      product: subscripts of the product with a part.
+      whole: subscripts of the product with the whole weight.
+      letter: of `whole`: the dim that is parted. If `product` does not have it, each of its indices is a part.
+      count: the number of parts.
+    """
+
+    product: str
+    whole: str
+    letter: str
+    count: int
+
+    def of(self, weight: Array) -> list[Array]:
+        """Return the parts of a weight."""
+        dim = parse_subscripts(self.whole)[1].index(self.letter)
+        return layers.split_parts(weight, dim) if self.are_indices else jnp.split(weight, self.count, axis=dim)
+
+    def joined(self, grads: list[Array]) -> Array:
+        """Return the gradient of the whole product."""
+        dim = parse_subscripts(self.whole)[2].index(self.letter)
+        return jnp.stack(grads, axis=dim) if self.are_indices else jnp.concatenate(grads, axis=dim)
+
+    @property
+    def are_indices(self) -> bool:
+        """Whether each index of the parted dim is a part."""
+        return self.letter not in self.product
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _products_with_parts(
-    is_matrix: bool, x: Float[Array, "B T D"], weight: Float[Array, "D C F"]
-) -> list[Float[Array, "B T F"]]:
+def _products_with_parts(parts: Parts, x: Array, weight: Array) -> list[Array]:
     """Return the product with each part of a weight. The gradients are single products with the whole weight.
 
     XLA:TPU may copy a single product that is kept, to read its parts in the backward pass: 0.9 of the 54 ms of a block of
     Llama 3 70B (v5p:8x8x8, 4096 tokens a chip).
     """
-    D, C, _ = weight.shape
-    parts = jnp.split(weight.reshape(D, -1), C, axis=1) if is_matrix else layers.split_parts(weight, dim=1)
-    return [jnp.einsum("btd,df->btf", x, part) for part in parts]
+    return [jnp.einsum(parts.product, x, part) for part in parts.of(weight)]
 
 
-def _parts_with_residuals(is_matrix: bool, x: Array, weight: Array) -> Any:
-    return _products_with_parts(is_matrix, x, weight), (x, weight)
+def _parts_with_residuals(parts: Parts, x: Array, weight: Array) -> Any:
+    return _products_with_parts(parts, x, weight), (x, weight)
 
 
-def _gradients_of_parts(is_matrix: bool, residuals: tuple[Array, Array], grads: list[Array]) -> tuple[Array, Array]:
-    x, weight = residuals
-    if is_matrix:
-        grad, matrix = jnp.concatenate(grads, axis=-1), weight.reshape(len(weight), -1)
-        dx, dw = jnp.einsum("btn,dn->btd", grad, matrix), jnp.einsum("btd,btn->dn", x, grad).reshape(weight.shape)
-    else:
-        grad = jnp.stack(grads)
-        dx, dw = jnp.einsum("cbtf,dcf->btd", grad, weight), jnp.einsum("btd,cbtf->dcf", x, grad)
+def _gradients_of_parts(parts: Parts, residuals: tuple[Array, Array], grads: list[Array]) -> tuple[Array, Array]:
+    (of_x, of_weight, out), (x, weight) = parse_subscripts(parts.whole), residuals
+    grad = parts.joined(grads)
+    dx, dw = jnp.einsum(f"{out},{of_weight}->{of_x}", grad, weight), jnp.einsum(f"{of_x},{out}->{of_weight}", x, grad)
     return dx.astype(x.dtype), dw.astype(weight.dtype)
 
 

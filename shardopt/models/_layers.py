@@ -18,6 +18,7 @@ from shardopt.collectives._per_device import TENSOR
 from shardopt.core._errors import format_error
 from shardopt.core._rounded_weight import RoundedWeight
 from shardopt.mesh import device_kind_or_default, mesh_under_trace
+from shardopt.nn._kernel_tiles import on_tensor_shards
 from shardopt.nn._rotary import rotate_halves, takes_rotation
 
 Tree = TypeVar("Tree")
@@ -56,7 +57,7 @@ def rotate_by(
     if not isinstance(factor, float) or factor != 1.0:
         cos, sin = cos * factor, sin * factor
     if takes_rotation(x):
-        return rotate_halves(x, cos, sin)
+        return on_tensor_shards(rotate_halves, (2, -1, -1), 2)(x, cos, sin)
     if device_kind_or_default().startswith("TPU"):
         return _rotated_by_product(x, cos, sin)
     first, second = x[..., :half].astype(wide), x[..., half:].astype(wide)

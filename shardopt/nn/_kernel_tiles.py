@@ -2,15 +2,17 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from shardopt.collectives._per_device import TENSOR
 from shardopt.mesh import device_kind_or_default, is_analysed, mesh_under_trace
 from shardopt.nn._flash import HIDDEN, Rule
 
@@ -58,16 +60,51 @@ def divisors(heads: int) -> list[int]:
     return [count for count in range(1, 5) if heads % count == 0]
 
 
-def kernels_run_on(kind: str) -> bool:
-    """Return whether kernels for TPU run here, on a kind of device: arrays are local, and the program is not analysed."""
-    return kind.startswith("TPU") and not is_analysed() and is_local()
+def kernels_run_on(kind: str, sharded: int = 1) -> bool:
+    """Return whether kernels for TPU run here, on a kind of device, and the program is not analysed.
+
+    Args:
+      kind: of device.
+      sharded: size of a dim that `on_tensor_shards` shards. 1: arrays have to be local.
+    """
+    shards = num_shards()
+    return kind.startswith("TPU") and not is_analysed() and shards > 0 and sharded % shards == 0
+
+
+def num_shards() -> int:
+    """Return the size of tensor if it is automatic, 1 if arrays under trace are local, and 0 if other axes are automatic."""
+    mesh = mesh_under_trace()
+    sizes = {axis: mesh.shape[axis] for axis in _automatic_axes() if mesh.shape[axis] > 1}
+    return sizes.pop(TENSOR, 1) if sizes.keys() <= {TENSOR} else 0
+
+
+def on_tensor_shards(run: Callable, in_dims: Any, out_dims: Any) -> Callable:
+    """Return `run` on shards of its arguments where tensor is automatic, since XLA cannot partition a kernel.
+
+    Args:
+      run: the function.
+      in_dims: for each argument, the dim that tensor shards; -1 if every device has all of it.
+      out_dims: the same for each result.
+    """
+    if is_local():
+        return run
+    specs = lambda dims: jax.tree.map(  # noqa: E731
+        lambda dim: PartitionSpec() if dim < 0 else PartitionSpec(*[None] * dim, TENSOR), dims
+    )
+    # axes of size 1 too: jax refuses a kernel for TPU in a region that is not manual over all axes
+    axes = set(_automatic_axes())
+    return jax.shard_map(run, in_specs=specs(in_dims), out_specs=specs(out_dims), axis_names=axes, check_vma=False)
 
 
 def is_local() -> bool:
     """Return whether one device holds the whole of arrays under trace: each mesh axis is manual, or has size 1."""
+    return num_shards() == 1
+
+
+def _automatic_axes() -> list[str]:
     mesh = mesh_under_trace()
     axis_types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return all(kind == AxisType.Manual or mesh.shape[axis] == 1 for axis, kind in axis_types)
+    return [axis for axis, kind in axis_types if kind != AxisType.Manual]
 
 
 def vmem(kind: str | None = None) -> int:

@@ -1,16 +1,27 @@
-"""Root mean square norm; on TPU, one pass computes the whole gradient of an input that other terms use too."""
+"""Root mean square norm; on TPU, one pass computes its statistics, and one the whole gradient of an input that others use too."""
 
 import functools
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from shardopt.mesh import device_kind_or_default
-from shardopt.nn._kernel_tiles import LANES, ROWS, by_strips, call_kernel, kernels_run_on, largest_block, vmem
+from shardopt.nn._kernel_tiles import (
+    LANES,
+    ROWS,
+    by_strips,
+    call_kernel,
+    kernels_run_on,
+    largest_block,
+    num_shards,
+    on_tensor_shards,
+    vmem,
+)
 
 
 @jax.checkpoint
@@ -30,36 +41,73 @@ def rms_norm(
 
 
 def norm_of_stream(
-    x: Float[Array, "B T D"], scale: Float[Array, " D"], epsilon: float, uses: int = 1
+    x: Float[Array, "B T D"],
+    scale: Float[Array, " D"],
+    epsilon: float,
+    uses: int = 1,
+    *,
+    name: str = "norm",
+    has_sharded_positions: bool = False,
 ) -> tuple[Float[Array, "B T D"], list[Float[Array, "B T D"]]]:
     """Return x, and `rms_norm(x, scale, epsilon)` once for each of its uses.
 
     On TPU a kernel reads the gradients of all of them, and adds them up while it computes the gradient of x. XLA takes two
-    passes for a norm, and one for each sum between kernels.
+    passes for a norm, and one for each sum between kernels. Another kernel computes the inverses of the root mean squares, four
+    bytes a token. Where remat saves `name`, they are not computed again.
+    With `has_sharded_positions`, x is sharded over tensor, and T is the number of all positions.
     """
-    if not _takes(x, uses):
+    if not _takes(x, uses, has_sharded_positions):
         return x, [rms_norm(x, scale, epsilon)] * uses
-    x, normed = cast(tuple[Array, tuple[Array, ...]], _norm_of_stream(x, scale, epsilon, uses))
+    norms = lambda x, scale: _norm_of_stream(x, scale, epsilon, uses, name)  # noqa: E731
+    x, normed = on_tensor_shards(norms, (1, -1), (1, (1,) * uses))(x, scale)
     return x, list(normed)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _norm_of_stream(x: Array, scale: Array, epsilon: float, uses: int) -> tuple[Array, tuple[Array, ...]]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _norm_of_stream(x: Array, scale: Array, epsilon: float, uses: int, name: str) -> tuple[Array, tuple[Array, ...]]:
+    return _with_residuals(x, scale, epsilon, uses, name)[0]
+
+
+def _with_residuals(x: Array, scale: Array, epsilon: float, uses: int, name: str) -> Any:
+    x = lax.optimization_barrier(x)  # otherwise XLA copies the input of a block for each kernel that reads it
+    inverse = checkpoint_name(inverse_rms(x, epsilon), name)
+    normed = (x.astype(jnp.float32) * inverse[..., None]).astype(x.dtype) * jnp.broadcast_to(scale, x.shape)
     # A vmap over scale alone would otherwise return one x for all, and add its gradient once for each. XLA drops this zero.
     zero = jnp.sum(scale[:0]).astype(x.dtype)
-    return x + zero, (rms_norm(x, scale, epsilon),) * uses
+    return (x + zero, (normed,) * uses), (x, scale)
 
 
-def _with_residuals(x: Array, scale: Array, epsilon: float, uses: int) -> Any:
-    return _norm_of_stream(x, scale, epsilon, uses), (x, scale)
-
-
-def _gradients(epsilon: float, uses: int, residuals: tuple[Array, Array], grads: Any) -> tuple[Array, Array]:
+def _gradients(epsilon: float, uses: int, name: str, residuals: Any, grads: Any) -> tuple[Array, Array]:
     grad, norm_grads = grads
     return gradient_of_norm(*residuals, epsilon, grad, norm_grads)
 
 
 _norm_of_stream.defvjp(_with_residuals, _gradients)
+
+
+def inverse_rms(x: Float[Array, "B T D"], epsilon: float) -> Float[Array, "B T"]:
+    """Return 1 / sqrt(mean of squares + epsilon) of every vector, in one pass."""
+    from jax.experimental import pallas as pl  # imported late, since the import takes long
+
+    B, T, D = x.shape
+    block = _block(x, 1)
+    (inverse,) = call_kernel(
+        functools.partial(_inverse_rms, epsilon),
+        (B, T // block),
+        [x],
+        [pl.BlockSpec((None, block, D), lambda b, i: (b, i, 0))],
+        [pl.BlockSpec((None, block, 1), lambda b, i: (b, i, 0))],
+        [jax.ShapeDtypeStruct((B, T, 1), jnp.float32)],
+        name="inverse_rms",
+    )
+    return inverse[..., 0]
+
+
+def _inverse_rms(epsilon: float, x: Any, out: Any) -> None:
+    def compute(rows: Any) -> None:
+        out[rows] = lax.rsqrt(jnp.mean(jnp.square(x[rows].astype(jnp.float32)), axis=1, keepdims=True) + epsilon)
+
+    by_strips(x.shape[0], ROWS, compute)
 
 
 def gradient_of_norm(
@@ -113,11 +161,11 @@ def _gradient_of_norm(epsilon: float, scale: Any, x: Any, *refs: Any) -> None:
     by_strips(x.shape[0], ROWS, compute)
 
 
-def _takes(x: Array, uses: int) -> bool:
+def _takes(x: Array, uses: int, has_sharded_positions: bool) -> bool:
     """Return whether the kernel takes a norm: on a TPU with whole rows of x, in multiples of 128, that fit into VMEM."""
-    if not kernels_run_on(device_kind_or_default()) or x.ndim != 3:
+    if x.ndim != 3 or not kernels_run_on(device_kind_or_default(), x.shape[1] if has_sharded_positions else 1):
         return False
-    is_whole = not (x.shape[1] % LANES or x.shape[2] % LANES)
+    is_whole = not (x.shape[1] // num_shards() % LANES or x.shape[2] % LANES)
     return is_whole and x.dtype.itemsize <= 4 and _bytes_per_row(x, uses) * ROWS <= vmem()
 
 

@@ -56,8 +56,8 @@ rotate_halves.defvjp(
 
 
 def takes_rotation(x: Float[Array, "B T H K"]) -> bool:
-    """Return whether the kernel rotates x: on a TPU with whole heads and rows, in multiples of 128."""
-    if not kernels_run_on(device_kind_or_default()):
+    """Return whether the kernel rotates x: on a TPU with whole rows, in multiples of 128; tensor may shard heads."""
+    if not kernels_run_on(device_kind_or_default(), x.shape[2]):
         return False
     is_whole = not (x.shape[1] % LANES or x.shape[3] % LANES)
     return is_whole and x.dtype.itemsize <= 4 and _bytes_per_row(x) * ROWS <= vmem()

@@ -44,18 +44,25 @@ def test_options_are_a_dict(mesh_of):
 )
 def test_what_chips_are_told(kind, offloads, vmem_mib):
     devices = np.array([types.SimpleNamespace(device_kind=kind)])
-    found = so.compiler_options(types.SimpleNamespace(devices=devices))
+    found = so.compiler_options(types.SimpleNamespace(devices=devices, shape={"data": devices.size}))
     has_options = jax.__version_info__ >= (0, 11)
     assert any("sparse_core" in name for name in found) is (offloads and has_options)
     vmem = {name: value for name, value in found.items() if "vmem" in name}
     assert vmem == ({"xla_tpu_scoped_vmem_limit_kib": vmem_mib * 1024} if vmem_mib and has_options else {})
 
 
+@pytest.mark.parametrize(("kind", "tensor", "is_told"), [("TPU v5", 4, True), ("TPU v5", 1, False), ("cpu", 4, False)])
+def test_what_tensor_sends_stays_whole_on_tpu(kind, tensor, is_told):
+    devices = np.array([types.SimpleNamespace(device_kind=kind)] * 4)
+    found = so.compiler_options(types.SimpleNamespace(devices=devices, shape={"data": 4 // tensor, "tensor": tensor}))
+    assert any("windowed_einsum" in name for name in found) is (is_told and jax.__version_info__ >= (0, 11))
+
+
 @pytest.mark.parametrize(("chips", "scattered"), [(2048, True), (4096, False)])
 def test_what_the_compiler_dies_of_is_left_out(chips, scattered):
     """so.aot of a pod of v5p:16x16x16 ended in SIGFPE."""
     devices = np.array([types.SimpleNamespace(device_kind="TPU v5")] * chips)
-    found = so.compiler_options(types.SimpleNamespace(devices=devices))
+    found = so.compiler_options(types.SimpleNamespace(devices=devices, shape={"data": devices.size}))
     has_options = jax.__version_info__ >= (0, 11)
     assert any("nd_reduce_scatter" in name for name in found) is (scattered and has_options)
     assert any("offload_reduce_scatter" in name for name in found) is has_options

@@ -97,6 +97,47 @@ def test_the_kernel_takes_whole_rows_in_multiples_of_128(on_tpu, mesh_of):
         assert not is_taken(2, 128, 256, run=each(stream, axis_names={"data"}))
 
 
+def test_what_remat_saves_is_not_computed_again(on_tpu):
+    """The inverse of the root mean square has the name that is given to the norm."""
+
+    def inverses(names):
+        norm = lambda x, scale: jnp.sum(jnp.sin(_norm.norm_of_stream(x, scale, 1e-5, name="products")[1][0]))  # noqa: E731
+        norm = jax.checkpoint(norm, policy=jax.checkpoint_policies.save_only_these_names(*names))
+        return str(jax.make_jaxpr(jax.grad(norm))(jnp.ones((1, 128, 128)), jnp.ones(128))).count("name=inverse_rms")
+
+    assert inverses(["products"]) == inverses([]) - 1 == 1
+
+
+@pytest.mark.parametrize("length", [256, 128])
+def test_shards_of_positions_have_the_kernel(length, on_tpu, mesh_of):
+    """Where tensor alone is automatic, each device norms its positions, if they are a multiple of 128."""
+    x, scale = draw(jnp.float32, (2, length, 128), (128,))
+    plain = jax.value_and_grad(stream, argnums=(0, 1))
+
+    def sharded(x, scale):
+        x = jax.lax.with_sharding_constraint(x, P(None, "tensor"))
+        x, (normed, other) = _norm.norm_of_stream(x, scale, 1e-5, 2, has_sharded_positions=True)
+        return jnp.sum(jnp.sin(x)) + jnp.sum(jnp.cos(2 * normed)) + jnp.sum(jnp.cos(3 * other))
+
+    mesh = mesh_of(data=2, tensor=2)
+    each = jax.shard_map(
+        lambda x, scale: jax.lax.psum(sharded(x, scale), "data"),
+        mesh=mesh,
+        in_specs=(P("data"), P()),
+        out_specs=P(),
+        axis_names={"data"},
+        check_vma=False,
+    )
+    with_kernel = jax.value_and_grad(each, argnums=(0, 1))
+    with jax.set_mesh(mesh):
+        assert (ON_TPU in str(jax.make_jaxpr(with_kernel)(x, scale))) == (length == 256)
+        found = jax.jit(with_kernel)(x, scale)
+    with_mesh = under_mesh(mesh)
+    with with_mesh:  # the kernel does not take arrays that are not local
+        expected = jax.jit(plain)(x, scale)
+    assert relative_difference(found, expected) < 1e-5
+
+
 def test_steps_with_the_kernel_are_those_of_one_device_without_it(monkeypatch, mesh_of):
     shape = Transformer("t", 128, 2, 1, 128, 32, 128, dtype=jnp.float32)
     rng = np.random.default_rng(0)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from support.reference import relative_difference
 
 from shardopt.mesh import under_mesh
@@ -60,6 +61,27 @@ def test_the_kernel_takes_whole_heads_in_multiples_of_128(on_tpu, mesh_of):
     assert not is_taken(1, 128, 2**11, 256)  # 32 positions do not fit
     with under_mesh(mesh_of(data=2)):
         assert not is_taken(2, 128, 3, 128)
+    with under_mesh(mesh_of(tensor=2)):  # which shards heads
+        assert is_taken(2, 128, 4, 128)
+        assert not is_taken(2, 128, 3, 128)
+
+
+def test_heads_that_tensor_shards_have_the_kernel(on_tpu, monkeypatch, mesh_of):
+    rng = np.random.default_rng(0)
+    x, grad = (jnp.asarray(rng.normal(size=(2, 128, 4, 128)), jnp.float32) for _ in range(2))
+    mesh = mesh_of(tensor=2)
+
+    def both(x, grad):
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(None, None, "tensor")))
+        rotate = lambda x: rotate_by(x, jnp.arange(128), jnp.asarray(FREQUENCIES, jnp.float32), 1.25)  # noqa: E731
+        rotated, pull = jax.vjp(rotate, x)
+        return rotated, pull(grad)[0]
+
+    with jax.set_mesh(mesh):
+        assert "rotate_halves" in str(jax.make_jaxpr(both)(x, grad))
+        by_kernel = jax.jit(both)(x, grad)
+        monkeypatch.undo()
+        assert relative_difference(by_kernel, jax.jit(lambda *args: both(*args))(x, grad)) < 1e-6
 
 
 def test_a_block_rotates_and_scales_its_queries_in_one_pass(on_tpu, monkeypatch):
