@@ -6,7 +6,7 @@ Suffixes: B sequences, T positions, D width, H heads, G heads of keys and values
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,11 @@ from shardopt.models import _layers as layers
 from shardopt.models._decoder_config import ACTIVATIONS, DecoderConfig
 from shardopt.models._inputs import Params
 from shardopt.models._latent_attention import latent_qkv
+from shardopt.models._parted_products import Parts, products_with_parts
 from shardopt.models._routers import Routers
 from shardopt.nn._attention import masked_attention
 from shardopt.nn._flash import factor_of_scores
-from shardopt.nn._low_precision import Normed, gated_mlp, parse_subscripts, plain
+from shardopt.nn._low_precision import Normed, gated_mlp, plain
 from shardopt.nn._low_rank import Weight
 from shardopt.nn._norm import norm_of_stream, rms_norm
 from shardopt.nn._order import row_length
@@ -192,16 +193,14 @@ def _branch_inputs(
     config: DecoderConfig, weights: Params, x: Array, name: str, uses: int = 1
 ) -> tuple[Array, list[Array | Normed]]:
     """Return x, and the input of a branch once for each of its uses; `name` is that of the products which read it."""
-    gather = layers.gather_positions if config.sequence_parallel else lambda x: x
+    is_sharded, epsilon = config.sequence_parallel, config.norm_epsilon
+    gather = layers.gather_positions if is_sharded else lambda x: x
     if not config.pre_norms or config.norm != "rms":
         normed = apply_norm(config, weights, "norm", x) if config.pre_norms else x
         return x, [gather(normed)] * uses
-    is_sharded = config.sequence_parallel
-    x, inputs = norm_of_stream(
-        x, weights["norm"], config.norm_epsilon, uses, name=name, has_sharded_positions=is_sharded
-    )
+    x, inputs = norm_of_stream(x, weights["norm"], epsilon, uses, name=name, has_sharded_positions=is_sharded)
     if config.precision == "int8" and not is_sharded:
-        return x, [Normed(normed, x, weights["norm"], config.norm_epsilon) for normed in inputs]
+        return x, [Normed(normed, x, weights["norm"], epsilon) for normed in inputs]
     return x, [gather(normed) for normed in inputs]
 
 
@@ -316,10 +315,9 @@ def _keys_and_values(
     config: DecoderConfig, weight: Weight, x: Array | Normed, product: Callable[[], Array]
 ) -> list[Array]:
     """Return the halves of the product with `kv` [D, G, 2 K]; on TPU each is a product, since XLA would copy them to part them."""
-    by_parts = device_kind_or_default().startswith("TPU") and config.precision is None and isinstance(weight, Array)
-    if by_parts and not config.qkv_bias:
-        halves = Parts("btd,dgk->btgk", "btd,dgk->btgk", "k", 2)
-        return cast(list[Array], _products_with_parts(halves, plain(x), weight))
+    is_plain = config.precision is None and not config.qkv_bias
+    if is_plain and isinstance(weight, Array) and device_kind_or_default().startswith("TPU"):
+        return products_with_parts(Parts("btd,dgk->btgk", "btd,dgk->btgk", "k", 2), plain(x), weight)
     return jnp.split(product(), 2, axis=-1)
 
 
@@ -459,71 +457,15 @@ def _fused_hidden_on_tpu(
         # rows [C, F] of D are gathered as rows of a matrix
         is_matrix = largest_divisible_dim(up.shape, shard_axes(mesh_sizes).size, (False,) * 3) == 0
         D, C, _ = up.shape
-        parts = (
-            Parts("btd,df->btf", "btd,df->btf", "f", C) if is_matrix else Parts("btd,df->btf", "btd,dcf->cbtf", "c", C)
-        )
-        parts = cast(list[Array], _products_with_parts(parts, plain(x), up.reshape(D, -1) if is_matrix else up))
+        whole, letter = ("btd,df->btf", "f") if is_matrix else ("btd,dcf->cbtf", "c")
+        parts = Parts("btd,df->btf", whole, letter, C)
+        parts = products_with_parts(parts, plain(x), up.reshape(D, -1) if is_matrix else up)
         biases = [None] * len(parts) if bias is None else list(bias)
         return checkpoint_name([_add_bias(part, b) for part, b in zip(parts, biases, strict=True)], "mlp_hidden")
     hidden = nn.quantized_einsum("btd,dcf->cbtf", x, up, precision=config.precision)
     hidden = hidden if config.precision else layers.components_last(hidden)
     hidden = shard(hidden if bias is None else hidden + bias[:, None, None])
     return layers.split_parts(checkpoint_name(hidden, "mlp_hidden"), dim=0)
-
-
-class Parts(NamedTuple):
-    """How a weight is parted for products of their own.
-
-    Attributes:
-      product: subscripts of the product with a part.
-      whole: subscripts of the product with the whole weight.
-      letter: of `whole`: the dim that is parted. If `product` does not have it, each of its indices is a part.
-      count: the number of parts.
-    """
-
-    product: str
-    whole: str
-    letter: str
-    count: int
-
-    def of(self, weight: Array) -> list[Array]:
-        """Return the parts of a weight."""
-        dim = parse_subscripts(self.whole)[1].index(self.letter)
-        return layers.split_parts(weight, dim) if self.are_indices else jnp.split(weight, self.count, axis=dim)
-
-    def joined(self, grads: list[Array]) -> Array:
-        """Return the gradient of the whole product."""
-        dim = parse_subscripts(self.whole)[2].index(self.letter)
-        return jnp.stack(grads, axis=dim) if self.are_indices else jnp.concatenate(grads, axis=dim)
-
-    @property
-    def are_indices(self) -> bool:
-        """Whether each index of the parted dim is a part."""
-        return self.letter not in self.product
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _products_with_parts(parts: Parts, x: Array, weight: Array) -> list[Array]:
-    """Return the product with each part of a weight. The gradients are single products with the whole weight.
-
-    XLA:TPU may copy a single product that is kept, to read its parts in the backward pass: 0.9 of the 54 ms of a block of
-    Llama 3 70B (v5p:8x8x8, 4096 tokens a chip).
-    """
-    return [jnp.einsum(parts.product, x, part) for part in parts.of(weight)]
-
-
-def _parts_with_residuals(parts: Parts, x: Array, weight: Array) -> Any:
-    return _products_with_parts(parts, x, weight), (x, weight)
-
-
-def _gradients_of_parts(parts: Parts, residuals: tuple[Array, Array], grads: list[Array]) -> tuple[Array, Array]:
-    (of_x, of_weight, out), (x, weight) = parse_subscripts(parts.whole), residuals
-    grad = parts.joined(grads)
-    dx, dw = jnp.einsum(f"{out},{of_weight}->{of_x}", grad, weight), jnp.einsum(f"{of_x},{out}->{of_weight}", x, grad)
-    return dx.astype(x.dtype), dw.astype(weight.dtype)
-
-
-_products_with_parts.defvjp(_parts_with_residuals, _gradients_of_parts)
 
 
 def _experts(

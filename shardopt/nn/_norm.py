@@ -77,7 +77,7 @@ def _with_residuals(x: Array, scale: Array, epsilon: float, uses: int, name: str
     return (x + zero, (normed,) * uses), (x, scale)
 
 
-def _gradients(epsilon: float, uses: int, name: str, residuals: Any, grads: Any) -> tuple[Array, Array]:
+def _gradients(epsilon: float, uses: int, name: str, residuals: tuple[Array, Array], grads: Any) -> tuple[Array, Array]:
     grad, norm_grads = grads
     return gradient_of_norm(*residuals, epsilon, grad, norm_grads)
 

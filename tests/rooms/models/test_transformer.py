@@ -1,7 +1,6 @@
 """The model of a shape: sequence parallelism is the same step, and shards what blocks hand on."""
 
 import dataclasses
-import functools
 import re
 
 import jax
@@ -18,6 +17,7 @@ from shardopt.hlo import audit
 from shardopt.models import _decoder_block as decoder_block
 from shardopt.models import _transformer as transformer
 from shardopt.models._decoder_config import DecoderConfig
+from shardopt.models._parted_products import Parts, products_with_parts
 from shardopt.planning._models import RULES
 
 TX = optax.sgd(0.1, momentum=0.9)
@@ -84,9 +84,8 @@ def test_gate_and_up_are_the_same_product_on_tpu(monkeypatch, hidden, shape):
 @pytest.mark.parametrize(("x_dtype", "dtype"), [(jnp.float32, jnp.bfloat16), (jnp.bfloat16, jnp.float32)])
 def test_gradients_of_products_with_parts_have_the_dtypes_of_what_they_are_of(x_dtype, dtype):
     x, weight = jnp.ones((2, 3, 4), x_dtype), jnp.ones((4, 2, 5), dtype)
-    parts = decoder_block.Parts("btd,df->btf", "btd,dcf->cbtf", "c", 2)
-    products = functools.partial(decoder_block._products_with_parts, parts)
-    loss = lambda x, weight: jnp.sum(products(x, weight)[0])  # noqa: E731
+    parts = Parts("btd,df->btf", "btd,dcf->cbtf", "c", 2)
+    loss = lambda x, weight: jnp.sum(products_with_parts(parts, x, weight)[0])  # noqa: E731
     assert [grad.dtype for grad in jax.grad(loss, (0, 1))(x, weight)] == [x_dtype, dtype]
 
 
