@@ -148,14 +148,18 @@ def choices(who: str, row: Row) -> dict[str, tuple[Any, ...]]:
     vmem = {"v5p": (60,), "v5e": (96, 120), "v6e": (48, 120)}[row.chip]  # a core of v5p has 64 MiB, others have 128
     common: dict[str, tuple[Any, ...]] = {"remat": tuple(REMAT)[1:], "tiles": (4,), "vmem": vmem}
     if row.tensor > 1:
-        common["collective_matmul"] = (False,)
+        common["collective_matmul"] = (who == "shardopt",)
     return common if who == "shardopt" else {"fused": (True,), "block": (1024,), **common}
 
 
 def search(who: str, row: Row, run: Callable[[Choice], dict[str, Any]]) -> None:
     """Run the defaults, then the other values of one field after the other, each with the best so far."""
-    # the limit of VMEM is that of so.compiler_options for both
-    best = Choice(fused=who == "shardopt", vmem=96 if row.chip == "v6e" else 48)
+    # the limit of VMEM is that of so.compiler_options for both, and shardopt begins with its other options too
+    best = Choice(
+        fused=who == "shardopt",
+        vmem=96 if row.chip == "v6e" else 48,
+        collective_matmul=who == "maxtext" or row.tensor == 1,
+    )
     seconds = run(best).get("seconds", math.inf)
     for field, values in choices(who, row).items():
         for choice in [best._replace(**{field: value}) for value in values]:

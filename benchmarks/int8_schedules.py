@@ -56,8 +56,8 @@ KERNELS = (FORWARD, TOKENS_GRADIENT, WEIGHT_GRADIENT, ROUND_X, ROUND_BY_TOKEN, R
 """Names of what kernels compute. Gate and up share the gradient of the tokens, and their gradient that is rounded by token.
 The other kernels have one of the two."""
 ROUND_WEIGHT, NORM_AND_ROUND = "weight, rounded", "tokens, normed and rounded"
-NORM_GRADIENT, ROTATION = "gradient of a norm", "rotation of queries"
-"""Kernels beside the products. These two run in bfloat16 too."""
+NORM, NORM_GRADIENT, ROTATION = "statistics of a norm", "gradient of a norm", "rotation of queries"
+"""Kernels beside the products. These three run in bfloat16 too."""
 
 
 class Call(NamedTuple):
@@ -220,7 +220,7 @@ def moved_bytes(grid: tuple[int, ...], specs: list[Any], dtypes: list[Any]) -> i
 def programs() -> dict[str, tuple[Callable[..., Any], list[tuple[tuple[int, ...], str]]]]:
     """Return a function for each kernel and weight, and the shapes and dtypes of its arguments."""
     from shardopt.nn import _int8_product as kernels
-    from shardopt.nn._norm import gradient_of_norm
+    from shardopt.nn._norm import gradient_of_norm, inverse_rms
     from shardopt.nn._rotary import rotate_halves
 
     T, wide = TOKENS, "bfloat16"
@@ -256,6 +256,7 @@ def programs() -> dict[str, tuple[Callable[..., Any], list[tuple[tuple[int, ...]
     return found | {
         f"{ROUND_WEIGHT}, gate and up": (kernels.rounded_matrix, [((K, N), wide)]),
         f"{NORM_AND_ROUND}, gate and up": (norm, [((1, T, K), wide), ((K,), wide)]),
+        NORM: (lambda x: inverse_rms(x, 1e-5), [((1, T, K), wide)]),
         NORM_GRADIENT: (
             lambda x, scale, grad, norm_grad: gradient_of_norm(x, scale, 1e-5, grad, [norm_grad]),
             [((1, T, K), wide), ((K,), wide), *[((1, T, K), wide)] * 2],

@@ -30,7 +30,13 @@ def test_rows_have_names_of_their_own(script):
 def test_both_choose_from_one_list(script):
     ours, theirs = (script.choices(who, script.TABLE[0]) for who in script.CONTENDERS)
     assert ours.items() <= theirs.items()
-    assert set(theirs) == set(script.Choice._fields)
+    assert set(theirs) == set(script.Choice._fields) - {"collective_matmul"}
+    tensor = script.Row("v5p:4x4x4", 4096, 1, tensor=4)  # each begins with its own default, and tries the other's
+    assert [script.choices(who, tensor)["collective_matmul"] for who in script.CONTENDERS] == [(True,), (False,)]
+    tried = []
+    script.search("shardopt", tensor, lambda choice: tried.append(choice) or {})
+    assert {choice.collective_matmul for choice in tried[:-1]} == {False}
+    assert tried[-1].collective_matmul
     assert script.choices("maxtext", script.Row("v6e:8x8", 2048, 1))["vmem"] == (48, 120)
 
 
@@ -62,7 +68,8 @@ def test_the_search_takes_the_fastest_value_of_each_field(script):
         best._replace(tiles=4),
         best._replace(vmem=60),
     ]
-    assert script.Choice.of("attention,4,1024,True,48") == best._replace(remat="attention", tiles=4)
+    assert script.Choice.of("attention,4,1024,True,48,True") == best._replace(remat="attention", tiles=4)
+    assert script.Choice.of("full,1,1024,True,48,False").xla_options[script.COLLECTIVE_MATMUL] == 1_000_000
 
 
 def test_the_claim_is_one_over_the_other(script):
