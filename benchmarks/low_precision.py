@@ -14,7 +14,6 @@ import datetime
 import importlib.metadata
 import itertools
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -51,22 +50,22 @@ def train(precision: Literal["float32", "int8", "fp8"], seed: int, steps: int) -
 
 
 def compile_llama(topology: str, length: int, rows: int, precision: str | None) -> dict[str, Any]:
-    """Return what the TPU compiler expects of Llama 3 8B with so many rows a chip: seconds, bytes, flops."""
+    """Return what the TPU compiler expects of Llama 3 8B with so many rows a device: seconds, bytes, flops."""
     import jax.numpy as jnp
     import optax
 
     import shardopt as so
     from shardopt.models import _transformer as transformer
-    from shardopt.planning import find_model, parse_topology
+    from shardopt.planning import find_model, topology_devices
 
     shape = dataclasses.replace(find_model("llama3-8b"), length=length)
-    chips = math.prod(parse_topology(topology)[1])
+    devices = len(topology_devices(topology))  # two a chip on tpu7x
     wire = {"gather_dtype": jnp.bfloat16, "scatter_dtype": jnp.bfloat16, "min_shard_elements": 2**14}
     model = transformer.model(shape, remat="full", precision=precision)  # pyright: ignore[reportArgumentType]
     report = so.aot(
         lambda mesh: so.fsdp(optax.adamw(1e-4), mesh, model, **wire),
         shape.abstract_params(),
-        transformer.abstract_batch(shape, rows * chips),
+        transformer.abstract_batch(shape, rows * devices),
         topology=topology,
     )
     step = report.step_seconds

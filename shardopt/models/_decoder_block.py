@@ -18,7 +18,7 @@ from shardopt import nn
 from shardopt.collectives._per_device import TENSOR
 from shardopt.core._rounded_weight import Rounding
 from shardopt.core._types import PyTree
-from shardopt.mesh import device_kind_or_default, mesh_under_trace
+from shardopt.mesh import device_kind_or_default, is_analysed, mesh_under_trace
 from shardopt.models import _layers as layers
 from shardopt.models._decoder_config import ACTIVATIONS, DecoderConfig
 from shardopt.models._inputs import Params
@@ -38,6 +38,8 @@ from shardopt.partition._plan import largest_divisible_dim
 Shapes = dict[str, tuple[int, ...]]
 _ATTENTION_OUT = "attention_out"
 """The name of the stream after attention; with post norms, of the last product of attention, which its norm needs."""
+_TOKENS_OF_HALF = 2048
+"""The fewest tokens that are computed by themselves. Fewer do not fill products; 8192 were compiled."""
 
 
 class Stream(NamedTuple):
@@ -151,8 +153,35 @@ def roundings(config: DecoderConfig) -> dict[str, Rounding]:
 
 
 def apply_block(config: DecoderConfig, weights: Params, stream: Stream) -> Stream:
-    """Add the attention branch, then the branch of the mlp or the experts."""
-    return apply_cached_block(config, weights, stream, None, 0)[0]
+    """Add the attention branch, then the branch of the mlp or the experts.
+
+    Where tensor shards positions on TPU, one half of the rows is computed while the other half is sent: gathers and scatters over
+    tensor have nothing else to wait for. Llama 3 8B with tensor=4 (v5p:4x4x4, 4096 tokens a chip) takes about 557 ms a step, and 604 with
+    all rows at once.
+
+    References:
+      Wang, Zhang, Shen, Li and Ruwase, "Domino: Eliminating Communication in LLM Training via Generic Tensor Slicing and
+      Overlapping", 2024.
+    """
+    if not _computes_by_halves(config, weights, stream.x):
+        return apply_cached_block(config, weights, stream, None, 0)[0]
+    halves = [apply_cached_block(config, weights, half, None, 0)[0] for half in _halves(stream)]
+    return stream._replace(x=jnp.concatenate([half.x for half in halves]), layer=halves[0].layer)
+
+
+def _computes_by_halves(config: DecoderConfig, weights: Params, x: Float[Array, "B T D"]) -> bool:
+    """Return whether a block has two halves of rows that are long enough; experts see all rows of a device."""
+    is_sharded = config.sequence_parallel and mesh_under_trace().shape.get(TENSOR, 1) > 1
+    B, T, _ = x.shape
+    can_part = B % 2 == 0 and B * T >= 2 * _TOKENS_OF_HALF and "router" not in weights
+    return is_sharded and can_part and device_kind_or_default().startswith("TPU") and not is_analysed()
+
+
+def _halves(stream: Stream) -> list[Stream]:
+    """Return the stream of each half of the rows."""
+    rows = {name: getattr(stream, name) for name in ("x", "segment_ids", "positions", "order")}
+    halves = {name: [None, None] if value is None else jnp.split(value, 2) for name, value in rows.items()}
+    return [stream._replace(**{name: halves[name][i] for name in rows}) for i in range(2)]
 
 
 def apply_cached_block(

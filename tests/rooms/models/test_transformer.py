@@ -48,6 +48,35 @@ def test_sequence_parallel_steps_are_those_of_one_device(mesh_of, x64):
     assert gathers >= 4 * SMALL.num_layers
 
 
+@pytest.mark.parametrize("rows", [8, 6], ids=["halves", "three rows a device"])
+def test_halves_of_the_rows_take_turns_on_tpu(rows, monkeypatch, mesh_of, x64):
+    """Rows are packed and have weights. What is sent for one half does not wait for the other."""
+    rng = np.random.default_rng(0)
+    shape = rows, SMALL.length
+    packed = {name: rng.integers(0, SMALL.vocab_size, shape) for name in ("tokens", "targets")}
+    packed |= {"weights": rng.uniform(size=shape), "segment_ids": np.sort(rng.integers(0, 3, shape))}
+    packed |= {"positions": rng.integers(0, SMALL.length, shape)}
+    params, steps = host_params(transformer.init, SMALL), [packed, {**packed, "weights": packed["weights"] ** 2}]
+
+    def mean(params, batch):
+        loss = model().loss_fn(params, batch)
+        return loss.total / loss.weight
+
+    expected = train(TX, mean, params, steps)[1]
+    for name, value in (("device_kind_or_default", lambda: "TPU v5"), ("_TOKENS_OF_HALF", 1)):
+        monkeypatch.setattr(decoder_block, name, value)
+    opt = so.fsdp(TX, mesh_of(data=2, tensor=2), model(sequence_parallel=True), rules=RULES, min_shard_elements=8)
+    state = opt.init(params)
+    step = opt.step.lower(state, steps[0]).compile()
+    for batch in steps:
+        state, _ = step(state, batch)
+    assert relative_difference(state.params, expected) <= 1e-10
+    half = f"f64[2,{SMALL.length},{SMALL.dim}]"
+    gathers = [one for one in audit(step).collectives if one.kind == "all-gather" and one.axes == ("tensor",)]
+    of_halves = sum(one.calls * one.shapes.count(half) for one in gathers)
+    assert (of_halves >= 8 * SMALL.num_layers) if rows == 8 else not of_halves
+
+
 def test_positions_that_tensor_does_not_divide_are_refused(mesh_of):
     odd = dataclasses.replace(SHAPE, num_layers=2, length=7)
     opt = so.fsdp(TX, mesh_of(data=2, tensor=2), transformer.model(odd, sequence_parallel=True), rules=RULES)
