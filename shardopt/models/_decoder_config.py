@@ -149,8 +149,8 @@ class DecoderConfig:
       recompute_activation: whether the backward pass computes the activation of the mlp again, and stores its inputs alone.
       sequence_parallel: whether tensor shards the positions of block inputs, block outputs and norms. tensor must divide the
         positions. A block stores 1 / tensor of its input. An all-gather and a reduce-scatter of as many bytes replace each
-        all-reduce. On TPU a dense block computes half of a device's rows while the other half is sent. The step is the same, up to summation
-        order. `so.plan` does not plan for it.
+        all-reduce. On TPU a dense block computes half of a device's rows while the other half is sent. The step is the same, up to
+        summation order. `so.plan` does not plan for it.
       param_dtype: dtype that `init` creates and `from_pretrained` loads.
       dtype: dtype of activations and products; None is the dtype of the parameters that the loss gets.
       precision: precision of products with block weights, as in `so.nn.quantized_einsum`; None is `dtype`.
