@@ -197,12 +197,13 @@ def apply_cached_block(
     attention, mlp = weights["attention"], weights["mlp"]
     routers, by_kernels = stream.routers, _adds_by_kernels(config)
     x, inputs = _branch_inputs(config, attention, stream.x, "qkv", _num_projections(config))
-    x, mlp_inputs = _branch_inputs(config, mlp, x, "mlp_hidden") if config.parallel == "input" else (x, inputs)
+    first_product = "mlp_hidden" if router is None else "router"
+    x, mlp_inputs = _branch_inputs(config, mlp, x, first_product) if config.parallel == "input" else (x, inputs)
     mixed, cache = _attention(config, attention, inputs, stream, x if by_kernels else None, cache, start)
     x = mixed if by_kernels else _add_branch(config, attention, x, mixed)
     x = x if config.post_norms else checkpoint_name(x, _ATTENTION_OUT)
     if config.parallel is None:
-        x, mlp_inputs = _branch_inputs(config, mlp, x, "mlp_hidden")
+        x, mlp_inputs = _branch_inputs(config, mlp, x, first_product)
     if router is None:
         out = _mlp(config, mlp, mlp_inputs[0], x if by_kernels else None)
         x = out if by_kernels else _add_branch(config, mlp, x, out)

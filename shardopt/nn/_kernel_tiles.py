@@ -72,10 +72,12 @@ def kernels_run_on(kind: str, sharded: int = 1) -> bool:
 
 
 def num_shards() -> int:
-    """Return the size of tensor if it is automatic, 1 if arrays under trace are local, and 0 if other axes are automatic."""
+    """Return the size of tensor if XLA partitions over it alone, 1 if arrays under trace are local, and otherwise 0."""
     mesh = mesh_under_trace()
-    sizes = {axis: mesh.shape[axis] for axis in _automatic_axes() if mesh.shape[axis] > 1}
-    return sizes.pop(TENSOR, 1) if sizes.keys() <= {TENSOR} else 0
+    sizes = {axis: mesh.shape[axis] for axis in _not_manual_axes() if mesh.shape[axis] > 1}
+    if sizes.keys() == {TENSOR} and mesh.axis_types[mesh.axis_names.index(TENSOR)] == AxisType.Auto:
+        return sizes[TENSOR]
+    return 0 if sizes else 1
 
 
 def on_tensor_shards(run: Callable, in_dims: Any, out_dims: Any) -> Callable:
@@ -92,7 +94,7 @@ def on_tensor_shards(run: Callable, in_dims: Any, out_dims: Any) -> Callable:
         lambda dim: PartitionSpec() if dim < 0 else PartitionSpec(*[None] * dim, TENSOR), dims
     )
     # axes of size 1 too: jax refuses a kernel for TPU in a region that is not manual over all axes
-    axes = set(_automatic_axes())
+    axes = set(_not_manual_axes())
     return jax.shard_map(run, in_specs=specs(in_dims), out_specs=specs(out_dims), axis_names=axes, check_vma=False)
 
 
@@ -101,7 +103,7 @@ def is_local() -> bool:
     return num_shards() == 1
 
 
-def _automatic_axes() -> list[str]:
+def _not_manual_axes() -> list[str]:
     mesh = mesh_under_trace()
     axis_types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return [axis for axis, kind in axis_types if kind != AxisType.Manual]

@@ -14,6 +14,7 @@ from support.reference import relative_difference, train
 import shardopt as so
 from shardopt.mesh import under_mesh
 from shardopt.models import _transformer as transformer
+from shardopt.models import moe
 from shardopt.nn import _norm
 from shardopt.planning import Transformer
 
@@ -106,6 +107,17 @@ def test_what_remat_saves_is_not_computed_again(on_tpu):
         return str(jax.make_jaxpr(jax.grad(norm))(jnp.ones((1, 128, 128)), jnp.ones(128))).count("name=inverse_rms")
 
     assert inverses(["products"]) == inverses([]) - 1 == 1
+
+
+def test_experts_name_the_statistics_like_a_product_that_they_have(on_tpu):
+    """Otherwise remat would take a name on TPU that it refuses elsewhere."""
+    config = moe.MoEConfig(vocab_size=8, dim=128, num_layers=1, num_heads=1, num_experts=2, hidden=8)
+    batch = {"tokens": jnp.zeros((1, 129), jnp.int32)}
+    loss = lambda params: moe.model(config).loss_fn(params, batch)  # noqa: E731
+    text = str(jax.make_jaxpr(loss)(jax.eval_shape(lambda: moe.init(config, jax.random.key(0)))))
+    assert "name=inverse_rms" in text
+    assert "name=router" in text
+    assert "name=mlp_hidden" not in text
 
 
 @pytest.mark.parametrize("length", [256, 128])

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from support.reference import relative_difference
 
 from shardopt.mesh import under_mesh
@@ -64,6 +64,8 @@ def test_the_kernel_takes_whole_heads_in_multiples_of_128(on_tpu, mesh_of):
     with under_mesh(mesh_of(tensor=2)):  # which shards heads
         assert is_taken(2, 128, 4, 128)
         assert not is_taken(2, 128, 3, 128)
+    with under_mesh(jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Explicit,))):
+        assert not is_taken(2, 128, 4, 128)
 
 
 def test_heads_that_tensor_shards_have_the_kernel(on_tpu, monkeypatch, mesh_of):
