@@ -15,6 +15,7 @@ from shardopt.collectives import all_gather
 from shardopt.collectives._wire import LeafWire
 from shardopt.core._rounded_weight import form_of
 from shardopt.nn import Rounding
+from shardopt.trace._jaxprs import equations
 
 X = np.random.default_rng(0).normal(size=(2, 3, 8))
 
@@ -40,6 +41,36 @@ def test_a_channel_with_nan_or_infinity_on_one_device_is_nan(row, value, mesh_of
     expected = so.nn.quantized_einsum("btd,df->btf", jnp.asarray(X, jnp.float32), weight, precision="int8")
     assert np.isnan(expected[..., 1]).all()
     np.testing.assert_allclose(y, expected, rtol=1e-6)
+
+
+def test_scales_of_sharded_channels_travel_together(mesh_of):
+    """Two weights of different shapes, one with two parts, sharded on their last dims."""
+    rng, rounding = np.random.default_rng(1), Rounding("int8")
+    weights = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, 4), (8, 2, 12))]
+    forms = [form_of((8, 4), 1, rounding), form_of((8, 2, 12), 2, rounding._replace(parts=2))]
+    wires = [LeafWire(dim, PartitionSpec(), "data", form=form) for dim, form in zip((1, 2), forms, strict=True)]
+
+    def products(weights):
+        x = jnp.asarray(X, jnp.float32)
+        subscripts = ("btd,df->btf", "btd,dcf->btcf")
+        return [so.nn.quantized_einsum(s, x, w, precision="int8") for s, w in zip(subscripts, weights, strict=True)]
+
+    last = [PartitionSpec(None, "data"), PartitionSpec(None, None, "data")]
+    gathered = jax.shard_map(
+        lambda shards: products(all_gather(shards, wires)),
+        mesh=mesh_of(data=4),
+        in_specs=(last,),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    for y, expected in zip(jax.jit(gathered)(weights), products(weights), strict=True):
+        np.testing.assert_allclose(y, expected, rtol=1e-6)
+    sent = [
+        eqn.invars[0].aval.dtype
+        for eqn in equations(jax.make_jaxpr(gathered)(weights))
+        if "gather" in str(eqn.primitive)
+    ]
+    assert sent.count(jnp.float32) == 1
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
