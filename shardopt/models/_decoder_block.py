@@ -27,6 +27,7 @@ from shardopt.models._parted_products import Parts, products_with_parts
 from shardopt.models._routers import Routers
 from shardopt.nn._attention import masked_attention
 from shardopt.nn._flash import factor_of_scores
+from shardopt.nn._kernel_tiles import num_shards
 from shardopt.nn._low_precision import Normed, gated_mlp, plain
 from shardopt.nn._low_rank import Weight
 from shardopt.nn._norm import norm_of_stream, rms_norm
@@ -155,9 +156,9 @@ def roundings(config: DecoderConfig) -> dict[str, Rounding]:
 def apply_block(config: DecoderConfig, weights: Params, stream: Stream) -> Stream:
     """Add the attention branch, then the branch of the mlp or the experts.
 
-    Where tensor shards positions on TPU, one half of the rows is computed while the other half is sent: gathers and scatters over
-    tensor have nothing else to wait for. Llama 3 8B with tensor=4 (v5p:4x4x4, 4096 tokens a chip) takes about 557 ms a step, and 604 with
-    all rows at once.
+    Where tensor shards positions on TPU, one half of the rows is computed while the other half is sent. Otherwise a block waits for its
+    gathers and scatters over tensor. Llama 3 8B with tensor=4 (v5p:4x4x4, 4096 tokens a chip) takes 560 ms a step, and 604 with all
+    rows at once.
 
     References:
       Wang, Zhang, Shen, Li and Ruwase, "Domino: Eliminating Communication in LLM Training via Generic Tensor Slicing and
@@ -171,10 +172,10 @@ def apply_block(config: DecoderConfig, weights: Params, stream: Stream) -> Strea
 
 def _computes_by_halves(config: DecoderConfig, weights: Params, x: Float[Array, "B T D"]) -> bool:
     """Return whether a block has two halves of rows that are long enough; experts see all rows of a device."""
-    is_sharded = config.sequence_parallel and mesh_under_trace().shape.get(TENSOR, 1) > 1
     B, T, _ = x.shape
     can_part = B % 2 == 0 and B * T >= 2 * _TOKENS_OF_HALF and "router" not in weights
-    return is_sharded and can_part and device_kind_or_default().startswith("TPU") and not is_analysed()
+    is_sharded = config.sequence_parallel and num_shards() > 1
+    return can_part and is_sharded and device_kind_or_default().startswith("TPU") and not is_analysed()
 
 
 def _halves(stream: Stream) -> list[Stream]:
