@@ -542,7 +542,7 @@ def store(row: Row, who: str, choice: Choice, program: dict[str, Any]) -> dict[s
     lines = programs.get("tried", {}).get(who, {}) | {str(choice): line}
     old = programs.get(who, {})
     better = (
-        "choice" not in old or old["choice"] == choice._asdict() or program.get("seconds", math.inf) < old["seconds"]
+        "choice" not in old or Choice(**old["choice"]) == choice or program.get("seconds", math.inf) < old["seconds"]
     )
     if fits(program, row) and better:
         programs[who] = program
