@@ -115,10 +115,17 @@ def test_gate_and_up_are_the_same_product_on_tpu(monkeypatch, hidden, shape):
     assert relative_difference(results(), on_cpu) <= 1e-6
 
 
+@pytest.mark.parametrize(
+    ("parts", "shape"),
+    [
+        (Parts("btd,df->btf", "btd,df->btf", "f", 2), (4, 10)),
+        (Parts("btd,df->btf", "btd,dcf->cbtf", "c", 2), (4, 2, 5)),
+    ],
+    ids=["columns of a matrix", "indices of a dim"],
+)
 @pytest.mark.parametrize(("x_dtype", "dtype"), [(jnp.float32, jnp.bfloat16), (jnp.bfloat16, jnp.float32)])
-def test_gradients_of_products_with_parts_have_the_dtypes_of_what_they_are_of(x_dtype, dtype):
-    x, weight = jnp.ones((2, 3, 4), x_dtype), jnp.ones((4, 2, 5), dtype)
-    parts = Parts("btd,df->btf", "btd,dcf->cbtf", "c", 2)
+def test_gradients_of_products_with_parts_have_the_dtypes_of_what_they_are_of(parts, shape, x_dtype, dtype):
+    x, weight = jnp.ones((2, 3, 4), x_dtype), jnp.ones(shape, dtype)
     loss = lambda x, weight: jnp.sum(products_with_parts(parts, x, weight)[0])  # noqa: E731
     assert [grad.dtype for grad in jax.grad(loss, (0, 1))(x, weight)] == [x_dtype, dtype]
 
