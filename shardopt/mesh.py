@@ -96,6 +96,15 @@ def mesh_under_trace() -> AbstractMesh:
     return trace_context().hidden_mesh or jax.sharding.get_abstract_mesh()
 
 
+def not_manual_axes() -> frozenset[str]:
+    """Return the axes of the mesh under trace that are not manual yet.
+
+    They include axes of size 1. jax refuses a kernel for TPU in a region that is not manual over all axes.
+    """
+    mesh = mesh_under_trace()
+    return frozenset(mesh.axis_names) - frozenset(mesh.manual_axes)
+
+
 def trace_without_mesh(f: Callable[..., Any]) -> Callable[..., Any]:
     """Return `f`, traced without a mesh in jax's types. Every mesh axis must be manual.
 

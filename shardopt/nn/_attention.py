@@ -13,13 +13,13 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from shardopt.collectives._per_device import TENSOR
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, error_text, format_error
-from shardopt.mesh import axes_of_role, device_kind_or_default, is_analysed, mesh_under_trace
+from shardopt.mesh import axes_of_role, device_kind_or_default, is_analysed, mesh_under_trace, not_manual_axes
 from shardopt.nn._exchange import Attention, exchanged_attention, gathered_attention
 from shardopt.nn._flash import NAME, Marks, Rule, capped, factor_of_scores, sees
 from shardopt.nn._kernel_tiles import LANES, is_local
@@ -417,10 +417,7 @@ def _default_implementation(query: Array, length: int | None = None) -> Implemen
 
 def _on_each_device(run: Attention, query: Array, key: Array, value: Array, marks: Marks, sinks: Array | None) -> Array:
     """Call `run` on local rows, positions and heads, in a region that is manual over every axis that is still automatic."""
-    mesh = mesh_under_trace()
-    axis_types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    # axes of size 1 too: jax refuses a kernel for TPU in a region that is not manual over all axes
-    auto_axes = {axis for axis, axis_type in axis_types.items() if axis_type != AxisType.Manual}
+    mesh, auto_axes = mesh_under_trace(), not_manual_axes()
     if is_local():
         return run(query, key, value, marks, sinks)
     row_axes = tuple(axis for role in ("replica", "data", "expert") for axis in axes_of_role(role) if axis in auto_axes)

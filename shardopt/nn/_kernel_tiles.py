@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from shardopt.collectives._per_device import TENSOR
-from shardopt.mesh import device_kind_or_default, is_analysed, mesh_under_trace
+from shardopt.mesh import device_kind_or_default, is_analysed, mesh_under_trace, not_manual_axes
 from shardopt.nn._flash import HIDDEN, Rule
 
 LANES = 128
@@ -74,7 +74,7 @@ def kernels_run_on(kind: str, sharded: int = 1) -> bool:
 def num_shards() -> int:
     """Return the size of tensor if XLA partitions over it alone, 1 if arrays under trace are local, and otherwise 0."""
     mesh = mesh_under_trace()
-    sizes = {axis: mesh.shape[axis] for axis in _not_manual_axes() if mesh.shape[axis] > 1}
+    sizes = {axis: mesh.shape[axis] for axis in not_manual_axes() if mesh.shape[axis] > 1}
     if sizes.keys() == {TENSOR} and mesh.axis_types[mesh.axis_names.index(TENSOR)] == AxisType.Auto:
         return sizes[TENSOR]
     return 0 if sizes else 1
@@ -93,20 +93,13 @@ def on_tensor_shards(run: Callable, in_dims: Any, out_dims: Any) -> Callable:
     specs = lambda dims: jax.tree.map(  # noqa: E731
         lambda dim: PartitionSpec() if dim < 0 else PartitionSpec(*[None] * dim, TENSOR), dims
     )
-    # axes of size 1 too: jax refuses a kernel for TPU in a region that is not manual over all axes
-    axes = set(_not_manual_axes())
+    axes = not_manual_axes()
     return jax.shard_map(run, in_specs=specs(in_dims), out_specs=specs(out_dims), axis_names=axes, check_vma=False)
 
 
 def is_local() -> bool:
     """Return whether one device holds the whole of arrays under trace: each mesh axis is manual, or has size 1."""
     return num_shards() == 1
-
-
-def _not_manual_axes() -> list[str]:
-    mesh = mesh_under_trace()
-    axis_types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return [axis for axis, kind in axis_types if kind != AxisType.Manual]
 
 
 def vmem(kind: str | None = None) -> int:

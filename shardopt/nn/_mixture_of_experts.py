@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from shardopt.collectives._per_device import TENSOR
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, error_text, format_error
 from shardopt.core._types import wide_dtype
-from shardopt.mesh import axes_of_role, is_analysed, mesh_under_trace
+from shardopt.mesh import axes_of_role, is_analysed, mesh_under_trace, not_manual_axes
 from shardopt.nn._dispatch import combine, plan_exchange, send, sorted_by_expert, spread
 from shardopt.nn._grouped_product import grouped_product
 from shardopt.nn._low_rank import as_array
@@ -297,10 +297,7 @@ def _on_each_device(
 ) -> tuple[Array, RouterStatistics]:
     """Call `run` on local rows and hidden units, in a region that is manual over every axis that is still automatic."""
     mesh, weights = mesh_under_trace(), inputs.weights
-    axis_types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    auto_axes = {
-        axis for axis, axis_type in axis_types.items() if axis_type != AxisType.Manual and mesh.shape[axis] > 1
-    }
+    auto_axes = {axis for axis in not_manual_axes() if mesh.shape[axis] > 1}
     if not auto_axes:
         return run(axes if travels else (), inputs)
     row_axes = tuple(axis for role in ("replica", "data", EXPERT) for axis in axes_of_role(role) if axis in auto_axes)
