@@ -30,7 +30,7 @@ from shardopt.nn._flash import factor_of_scores
 from shardopt.nn._kernel_tiles import num_shards
 from shardopt.nn._low_precision import Normed, gated_mlp, plain
 from shardopt.nn._low_rank import Weight
-from shardopt.nn._norm import norm_of_stream, rms_norm
+from shardopt.nn._norm import norm_of_stream, rms_norm, rsqrt_of_mean_square
 from shardopt.nn._order import row_length
 from shardopt.nn._rotary import takes_rotation
 from shardopt.partition import shard_axes
@@ -269,8 +269,7 @@ def apply_norm(
 def _layer_norm(x: Array, scale: Array | None, bias: Array | None, epsilon: float) -> Array:
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    normed = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + epsilon)
-    normed = normed.astype(x.dtype)
+    normed = (centred * rsqrt_of_mean_square(centred, epsilon)).astype(x.dtype)
     normed = normed if scale is None else (normed * jnp.broadcast_to(scale, x.shape)).astype(x.dtype)
     return _add_bias(normed, bias)
 

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int8
 
 from shardopt.core._rounded_weight import eight_bits, inverse
 from shardopt.nn._kernel_tiles import LANES, ROWS, by_strips, call_kernel, largest_block, product, vmem
+from shardopt.nn._norm import rsqrt_of_mean_square
 
 STRIP = 256
 LARGEST = eight_bits("int8")[1]
@@ -203,7 +204,7 @@ def norm_and_round(x: Float[Array, "B T D"], scale: Float[Array, " D"], epsilon:
 def _norm_and_round(epsilon: float, x: Any, factor: Any, numbers: Any, scale: Any) -> None:
     def round_strip(rows: Any) -> None:
         wide = x[rows].astype(jnp.float32)
-        inverse_norm = lax.rsqrt(jnp.mean(jnp.square(wide), axis=1, keepdims=True) + epsilon)
+        inverse_norm = rsqrt_of_mean_square(wide, epsilon)
         # rounded to the dtype of x like the norm outside of the kernel
         normed = (wide * inverse_norm).astype(x.dtype).astype(jnp.float32) * factor[...].astype(jnp.float32)
         normed = normed.astype(jnp.result_type(x.dtype, factor.dtype)).astype(jnp.float32)

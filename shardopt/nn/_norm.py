@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from shardopt.mesh import device_kind_or_default
@@ -36,8 +37,16 @@ def rms_norm(
       Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
     """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
-    return (wide * inverse).astype(x.dtype) * jnp.broadcast_to(scale, x.shape)
+    return _scaled(wide, rsqrt_of_mean_square(wide, epsilon), scale, x.dtype)
+
+
+def rsqrt_of_mean_square(x: Float[Array, "*batch D"], epsilon: float | Float[Array, ""]) -> Float[Array, "*batch 1"]:
+    """Return 1 / sqrt(mean of squares + epsilon) of every vector. Kernels call it, too."""
+    return lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon)
+
+
+def _scaled(wide: Array, inverse: Array, scale: Array, dtype: DTypeLike) -> Array:
+    return (wide * inverse).astype(dtype) * jnp.broadcast_to(scale, wide.shape)
 
 
 def norm_of_stream(
@@ -71,7 +80,7 @@ def _norm_of_stream(x: Array, scale: Array, epsilon: float, uses: int, name: str
 def _with_residuals(x: Array, scale: Array, epsilon: float, uses: int, name: str) -> Any:
     x = lax.optimization_barrier(x)  # otherwise XLA copies the input of a block for each kernel that reads it
     inverse = checkpoint_name(inverse_rms(x, epsilon), name)
-    normed = (x.astype(jnp.float32) * inverse[..., None]).astype(x.dtype) * jnp.broadcast_to(scale, x.shape)
+    normed = _scaled(x.astype(jnp.float32), inverse[..., None], scale, x.dtype)
     # A vmap over scale alone would otherwise return one x for all, and add its gradient once for each. XLA drops this zero.
     zero = jnp.sum(scale[:0]).astype(x.dtype)
     return (x + zero, (normed,) * uses), (x, scale)
@@ -105,7 +114,7 @@ def inverse_rms(x: Float[Array, "B T D"], epsilon: float) -> Float[Array, "B T"]
 
 def _inverse_rms(epsilon: float, x: Any, out: Any) -> None:
     def compute(rows: Any) -> None:
-        out[rows] = lax.rsqrt(jnp.mean(jnp.square(x[rows].astype(jnp.float32)), axis=1, keepdims=True) + epsilon)
+        out[rows] = rsqrt_of_mean_square(x[rows].astype(jnp.float32), epsilon)
 
     by_strips(x.shape[0], ROWS, compute)
 
@@ -150,7 +159,7 @@ def _gradient_of_norm(epsilon: float, scale: Any, x: Any, *refs: Any) -> None:
 
     def compute(rows: Any) -> None:
         wide = x[rows].astype(jnp.float32)
-        inverse = lax.rsqrt(jnp.mean(jnp.square(wide), axis=1, keepdims=True) + epsilon)
+        inverse = rsqrt_of_mean_square(wide, epsilon)
         unit = wide * inverse
         norm_grad = functools.reduce(jnp.add, [ref[rows].astype(jnp.float32) for ref in norm_grads])
         scale_grad[...] += jnp.sum(norm_grad * unit, axis=0, keepdims=True)
