@@ -333,22 +333,18 @@ def _qkv(config: DecoderConfig, weights: Params, inputs: list[Array | Normed]) -
         # The dim of parts stays where the product puts it: moving it to the front would cost a transposition each way.
         query, key, value = layers.split_parts(project("qkv", "chk"))
     elif config.fused == "kv":
-        query, (key, value) = project("q"), _keys_and_values(config, weights["kv"], inputs[-1], lambda: project("kv"))
+        query, weight = project("q"), weights["kv"]
+        is_plain = config.precision is None and not config.qkv_bias and isinstance(weight, Array)
+        if is_plain and device_kind_or_default().startswith("TPU"):  # XLA would copy keys and values to part them
+            parts = Parts("btd,dgk->btgk", "btd,dgk->btgk", "k", 2)
+            key, value = products_with_parts(parts, plain(inputs[-1]), weight)
+        else:
+            key, value = jnp.split(project("kv"), 2, axis=-1)
     else:
         query, key, value = project("q"), project("k"), project("v")
     if config.qk_norm in (None, "rotated_head"):
         return query, key, value
     return norm(query, "q_norm"), norm(key, "k_norm"), value
-
-
-def _keys_and_values(
-    config: DecoderConfig, weight: Weight, x: Array | Normed, product: Callable[[], Array]
-) -> list[Array]:
-    """Return the halves of the product with `kv` [D, G, 2 K]; on TPU each is a product, since XLA would copy them to part them."""
-    is_plain = config.precision is None and not config.qkv_bias
-    if is_plain and isinstance(weight, Array) and device_kind_or_default().startswith("TPU"):
-        return products_with_parts(Parts("btd,dgk->btgk", "btd,dgk->btgk", "k", 2), plain(x), weight)
-    return jnp.split(product(), 2, axis=-1)
 
 
 def _kind_numbers(config: DecoderConfig) -> np.ndarray:
@@ -487,11 +483,12 @@ def _fused_hidden_on_tpu(
         # rows [C, F] of D are gathered as rows of a matrix
         is_matrix = largest_divisible_dim(up.shape, shard_axes(mesh_sizes).size, (False,) * 3) == 0
         D, C, _ = up.shape
-        whole, letter = ("btd,df->btf", "f") if is_matrix else ("btd,dcf->cbtf", "c")
-        parts = Parts("btd,df->btf", whole, letter, C)
-        parts = products_with_parts(parts, plain(x), up.reshape(D, -1) if is_matrix else up)
-        biases = [None] * len(parts) if bias is None else list(bias)
-        return checkpoint_name([_add_bias(part, b) for part, b in zip(parts, biases, strict=True)], "mlp_hidden")
+        weight_product, letter = ("btd,df->btf", "f") if is_matrix else ("btd,dcf->cbtf", "c")
+        parts = Parts("btd,df->btf", weight_product, letter, C)
+        products = products_with_parts(parts, plain(x), up.reshape(D, -1) if is_matrix else up)
+        biases = [None] * C if bias is None else list(bias)
+        hidden = [_add_bias(product, b) for product, b in zip(products, biases, strict=True)]
+        return checkpoint_name(hidden, "mlp_hidden")
     hidden = nn.quantized_einsum("btd,dcf->cbtf", x, up, precision=config.precision)
     hidden = hidden if config.precision else layers.components_last(hidden)
     hidden = shard(hidden if bias is None else hidden + bias[:, None, None])

@@ -18,31 +18,32 @@ class Parts(NamedTuple):
     """How a weight is parted for products of their own.
 
     Attributes:
-      product: subscripts of the product with a part.
-      whole: subscripts of the product with the whole weight.
-      letter: of `whole`: the dim that is parted. If `product` does not have it, each of its indices is a part.
+      part_product: the einsum formula of the product with a part.
+      weight_product: the einsum formula of the product with the whole weight.
+      letter: of `weight_product`: the dim that is parted. If `part_product` does not have it, each of its indices is a
+        part.
       number: of parts.
     """
 
-    product: str
-    whole: str
+    part_product: str
+    weight_product: str
     letter: str
     number: int
 
     def of(self, weight: Array) -> list[Array]:
         """Return the parts of a weight."""
-        dim = parse_subscripts(self.whole)[1].index(self.letter)
+        dim = parse_subscripts(self.weight_product)[1].index(self.letter)
         return layers.split_parts(weight, dim) if self.are_indices else jnp.split(weight, self.number, axis=dim)
 
     def joined(self, grads: list[Array]) -> Array:
         """Return the gradient of the whole product."""
-        dim = parse_subscripts(self.whole)[2].index(self.letter)
+        dim = parse_subscripts(self.weight_product)[2].index(self.letter)
         return jnp.stack(grads, axis=dim) if self.are_indices else jnp.concatenate(grads, axis=dim)
 
     @property
     def are_indices(self) -> bool:
         """Whether each index of the parted dim is a part."""
-        return self.letter not in self.product
+        return self.letter not in self.part_product
 
 
 def products_with_parts(parts: Parts, x: Float[Array, "B T D"], weight: Array) -> list[Array]:
@@ -56,7 +57,7 @@ def products_with_parts(parts: Parts, x: Float[Array, "B T D"], weight: Array) -
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _products_with_parts(parts: Parts, x: Array, weight: Array) -> list[Array]:
-    return [jnp.einsum(parts.product, x, part) for part in parts.of(weight)]
+    return [jnp.einsum(parts.part_product, x, part) for part in parts.of(weight)]
 
 
 def _parts_with_residuals(parts: Parts, x: Array, weight: Array) -> Any:
@@ -64,7 +65,7 @@ def _parts_with_residuals(parts: Parts, x: Array, weight: Array) -> Any:
 
 
 def _gradients_of_parts(parts: Parts, residuals: tuple[Array, Array], grads: list[Array]) -> tuple[Array, Array]:
-    (of_x, of_weight, out), (x, weight) = parse_subscripts(parts.whole), residuals
+    (of_x, of_weight, out), (x, weight) = parse_subscripts(parts.weight_product), residuals
     grad = parts.joined(grads)
     dx, dw = jnp.einsum(f"{out},{of_weight}->{of_x}", grad, weight), jnp.einsum(f"{of_x},{out}->{of_weight}", x, grad)
     return dx.astype(x.dtype), dw.astype(weight.dtype)
