@@ -21,6 +21,7 @@ _WITH_SPARSE_CORE = ("TPU v5", "TPU v6 lite", "TPU7x")
 _VMEM_KIB = {"TPU v5": 48 * 1024, "TPU v5 lite": 48 * 1024, "TPU v6 lite": 96 * 1024}
 """The memory of a core (VMEM, 64 MiB on v5p, 128 on v5e and v6e) that one operation may use; libtpu's default is 16 or 32 MiB."""
 _NO_COLLECTIVE_MATMUL = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
+"""The option turns collective matmul off. XLA uses it from a size in MiB on, and no array is as large as this one."""
 
 
 def compiler_options(mesh: Mesh) -> CompilerOptions:

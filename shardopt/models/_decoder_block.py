@@ -156,9 +156,9 @@ def roundings(config: DecoderConfig) -> dict[str, Rounding]:
 def apply_block(config: DecoderConfig, weights: Params, stream: Stream) -> Stream:
     """Add the attention branch, then the branch of the mlp or the experts.
 
-    Where tensor shards positions on TPU, one half of the rows is computed while the other half is sent. Otherwise a block waits for its
-    gathers and scatters over tensor. Llama 3 8B with tensor=4 (v5p:4x4x4, 4096 tokens a chip) takes 560 ms a step, and 604 with all
-    rows at once.
+    A block on TPU computes one half of the rows while the other half is sent, if tensor shards positions. Otherwise it
+    would wait for its gathers and scatters over tensor. Llama 3 8B with tensor=4 (v5p:4x4x4, 4096 tokens a chip) takes
+    560 ms a step, and 604 with all rows at once.
 
     References:
       Wang, Zhang, Shen, Li and Ruwase, "Domino: Eliminating Communication in LLM Training via Generic Tensor Slicing and
@@ -223,7 +223,7 @@ def _num_projections(config: DecoderConfig) -> int:
 def _branch_inputs(
     config: DecoderConfig, weights: Params, x: Array, name: str, uses: int = 1
 ) -> tuple[Array, list[Array | Normed]]:
-    """Return x, and the input of a branch once for each of its uses; `name` is that of the products which read it."""
+    """Return x, and the input of a branch once for each of its uses. `name` names the products that read the input."""
     is_sharded, epsilon = config.sequence_parallel, config.norm_epsilon
     gather = layers.gather_positions if is_sharded else lambda x: x
     if not config.pre_norms or config.norm != "rms":

@@ -211,7 +211,7 @@ def model(config: DecoderConfig, *, remat: Remat = None) -> BlockModel:
 
         - "qkv", queries and keys, rotated unless a kernel for TPU does it, and values: [3 T D] for a GPT;
         - "attention" [T D], the output of attention;
-        - "attention_out" [T D], the sum of the block's input and attention's branch; with post norms, the last product of that branch;
+        - "attention_out" [T D], the block's input plus attention's branch. With post norms it is the branch's last product;
         - "mlp_hidden", the first products of the mlp: [2 T F] with a gate. The backward pass does not need the last product;
         - "router", "dispatched" and "experts" of `so.nn.mixture_of_experts`.
 

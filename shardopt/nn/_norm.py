@@ -1,4 +1,7 @@
-"""Root mean square norm; on TPU, one pass computes its statistics, and one the whole gradient of an input that others use too."""
+"""Root mean square norm, with two kernels for TPU.
+
+One kernel computes the statistics of a norm. The other computes the whole gradient of an input that other layers read too.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -61,8 +64,8 @@ def norm_of_stream(
     """Return x, and `rms_norm(x, scale, epsilon)` once for each of its uses.
 
     On TPU a kernel reads the gradients of all of them, and adds them up while it computes the gradient of x. XLA takes two
-    passes for a norm, and one for each sum between kernels. Another kernel computes the inverses of the root mean squares, four
-    bytes a token. Where remat saves `name`, they are not computed again.
+    passes for a norm, and one for each sum between kernels. Another kernel computes the inverses of the root mean
+    squares, four bytes a token. They are not computed again if remat saves `name`.
     With `has_sharded_positions`, x is sharded over tensor, and T is the number of all positions.
     """
     if not _takes(x, uses, has_sharded_positions):
