@@ -62,7 +62,7 @@ def normalised_by_the_last_block(patch):
 def heads_of_the_neighbour(patch):
     right = attention.ring_attention
     break_function(
-        patch, attention.ring_attention, lambda ring, q, k, v, marks: right(ring, q, k[:, :, ::-1], v, marks)
+        patch, attention.ring_attention, lambda ring, q, k, v, *others: right(ring, q, k[:, :, ::-1], v, *others)
     )
 
 
