@@ -13,6 +13,7 @@ from support.tiers import tiered
 
 import shardopt as so
 from shardopt.hlo import Expected, audit
+from shardopt.nn import _embedding
 from shardopt.nn._embedding import exchange_bytes
 
 VOCAB, DIM, ROWS, LENGTH = 256, 16, 16, 3
@@ -176,3 +177,53 @@ def test_names_of_no_table_are_refused(mesh_of):
         so.nn.embedding(jnp.eye(3), jnp.arange(3), mode="wrap")
     with refused(TypeError, "embedding: ids must be integers, got float32."):
         so.nn.embedding(jnp.eye(3), jnp.ones(3))
+
+
+@pytest.fixture(params=[False, True], ids=["scatter", "tiles"])
+def with_atomics(request, monkeypatch):
+    """Devices that add rows one by one, or GPUs, for which rows of one id are added in tiles first."""
+    monkeypatch.setattr(_embedding, "_adds_by_atomics", lambda: request.param)
+
+
+def test_gradients_of_a_frequent_row_are_added_in_float32(with_atomics):
+    table, ids = (
+        jnp.zeros((4, 8), jnp.bfloat16),
+        jnp.repeat(jnp.array([2, 0]), jnp.array([4096, 3]), total_repeat_length=4099),
+    )
+    (grad,) = jax.vjp(lambda table: so.nn.embedding(table, ids), table)[1](jnp.ones((4099, 8), jnp.bfloat16))
+    assert grad.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(grad.astype(jnp.float32)[:, 0], [3, 0, 4096, 0])  # bfloat16 has no 257
+
+
+@pytest.mark.parametrize("mode", ["fill", "clip"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("shape", [(), (5,), (7, 41)])
+def test_gradients_are_those_of_indexing(with_atomics, mode, dtype, shape):
+    rng = np.random.default_rng(0)
+    ids = jnp.asarray(rng.integers(-120, 170, shape))  # below, in and above a table of 50 rows
+    grad = jnp.asarray(rng.normal(size=(*shape, 16)), dtype)
+
+    def by_indexing(table):
+        in_table = (ids >= -50) & (ids < 50)
+        near = jnp.clip(ids, 0, 49) if mode == "clip" else jnp.where(in_table, ids, 0)
+        return jnp.where(in_table | (mode == "clip"), 1.0, 0.0)[..., None] * table[near]
+
+    (expected,) = jax.vjp(by_indexing, jnp.zeros((50, 16)))[1](grad.astype(jnp.float32))
+    (found,) = jax.vjp(lambda table: so.nn.embedding(table, ids, mode=mode), jnp.zeros((50, 16), dtype))[1](grad)
+    assert np.abs(expected).max() > 0 or shape == ()
+    np.testing.assert_allclose(found, expected.astype(dtype), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [{"data": 4}, {"data": 2, "tensor": 2}], ids=str)
+def test_steps_in_tiles_are_those_of_one_device(sizes, mesh_of, x64, monkeypatch):
+    params, batches = params_of(), batches_of()
+    _, expected = train(TX, MODEL.loss_fn, params, batches)
+    monkeypatch.setattr(_embedding, "_adds_by_atomics", lambda: True)
+    opt = so.zero(TX, mesh_of(**sizes), MODEL, stage=3, rules=RULES if "tensor" in sizes else ())
+    state = opt.init(params)
+    for batch in batches:
+        state, _ = opt.step(state, batch)
+    assert (
+        relative_difference(so.full_params(opt, state) if hasattr(so, "full_params") else state.params, expected)
+        < 1e-12
+    )
