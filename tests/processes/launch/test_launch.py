@@ -13,7 +13,7 @@ import pytest
 from support.paths import ROOT
 
 from shardopt.runtime import _discovery as discovery
-from shardopt.runtime._launch import _first_failure, launch
+from shardopt.runtime._launch import _first_failure, _runs_on_cpus, launch
 
 HEAD = "import os, sys, time, signal, pathlib\nrank = int(os.environ['JAX_PROCESS_ID'])\n"
 FOREVER = "while True: time.sleep(0.05)\n"
@@ -65,6 +65,27 @@ def test_processes_keep_their_memory_in_huge_pages_unless_the_user_tunes_glibc(j
     assert job("print(os.environ['GLIBC_TUNABLES'])") == (0, [], [0])
     told = capsys.readouterr().out.strip()
     assert told == mine if mine else told.startswith("glibc.malloc.hugetlb=1:")
+
+
+@pytest.mark.parametrize(
+    ("names", "platforms", "cpus"),
+    [
+        (["null", "nvidiactl", "vfio/vfio"], None, True),
+        (["nvidia0"], None, False),
+        (["accel3"], None, False),
+        (["vfio/12"], "", False),
+        (["kfd"], "rocm,cpu", False),
+        (["nvidia0"], "cpu", True),
+    ],
+)
+def test_a_host_with_an_accelerator_keeps_its_own_settings_of_glibc(tmp_path, monkeypatch, names, platforms, cpus):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    if platforms is not None:
+        monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert _runs_on_cpus(tmp_path) == cpus
 
 
 def test_memory_that_a_thread_frees_is_not_mapped_again(job, capsys, monkeypatch):
