@@ -88,6 +88,18 @@ def _plain_product(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.einsum("btd,df->btf", x, weight)
 
 
+_IDS = np.repeat([3, 0, 60], [900, 7, 3]).astype(np.int32)
+"""Most rows of a batch have one id, as in text: their gradients are added one after another, or in tiles."""
+
+
+def _run_embedding(table: jax.Array) -> jax.Array:
+    return nn.embedding(table, jnp.asarray(_IDS))
+
+
+def _plain_embedding(table: jax.Array) -> jax.Array:
+    return jnp.einsum("iv,vd->id", jnp.asarray(_IDS)[:, None] == jnp.arange(len(table)), table)
+
+
 _TARGETS = np.arange(2 * 64, dtype=np.int32).reshape(2, 64)
 
 
@@ -118,6 +130,7 @@ KERNELS = (
     Kernel("grouped product, blocks", _run_groups("blocks"), _plain_groups, _draw_groups, ("cpu",)),
     Kernel("int8 product", _run_product("int8"), _plain_product, _draw_product, tolerance=_INT8_TOLERANCE),
     Kernel("fp8 product", _run_product("fp8"), _plain_product, _draw_product, tolerance=_FP8_TOLERANCE),
+    Kernel("embedding", _run_embedding, _plain_embedding, lambda draw: (draw.normal(size=(64, 32)),), dtype="bfloat16"),
     Kernel(
         "cross-entropy in chunks",
         _run_cross_entropy,

@@ -10,9 +10,9 @@ import pytest
 
 from shardopt.planning import Transformer
 from shardopt.step import _gradients as gradients
-from shardopt.verify import Measurement, NotRun, Row, all_rows, run_rows
+from shardopt.verify import Measurement, NotRun, Row, _devices, all_rows, run_rows
 from shardopt.verify import _predictions as predictions
-from shardopt.verify._devices import COLLECTIVES, measure_collective, measure_same_bits
+from shardopt.verify._devices import COLLECTIVES, SCATTERED, measure_collective, measure_same_bits, same_bits_rows
 from shardopt.verify._kernels import Kernel, measure_kernel
 from shardopt.verify._rows import mesh_sizes
 from shardopt.verify._training import (
@@ -82,6 +82,18 @@ def test_a_device_with_other_bits_is_named():
 
 
 @pytest.mark.fast
+def test_gpus_that_add_in_any_order_do_not_compare_scattered_sums(monkeypatch):
+    (row,) = [row for row in same_bits_rows() if row.name == SCATTERED]
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    assert row.measure(PAIR).passed
+    gpus = [types.SimpleNamespace(platform="gpu")]
+    with pytest.raises(NotRun, match="any order without XLA_FLAGS=--xla_gpu_deterministic_ops=true"):
+        row.measure(gpus)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
+    monkeypatch.setattr(_devices, "measure_same_bits", lambda computation, devices: "measured")
+    assert row.measure(gpus) == "measured"
+
+
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_a_collective_that_sends_a_wrong_number_names_the_device(name):
     collective = COLLECTIVES[name]
