@@ -1,14 +1,19 @@
-"""One GPU: GPT-2 in bf16 by shardopt and by torch.compile, interleaved, and AdamW's update against a copy.
+"""One GPU: GPT-2 in bf16 by shardopt, torch.compile and MaxText, interleaved, and AdamW's update against a copy.
 
-Run: python -m benchmarks.peers.gpu [--sizes 124M 350M], or python -m benchmarks.peers --gpu, with CUDA builds of jax and
-torch. It takes some four minutes a size, of which compiling is most, and writes results after each. First, anywhere and
-in a minute: python -m benchmarks.peers.gpu --tiny, which does the same with a tiny model, on a CPU if need be, and
-writes nothing.
+Run: python -m benchmarks.peers.gpu [--sizes 124M 350M] [--maxtext FOLDER], or python -m benchmarks.peers --gpu, with
+CUDA builds of jax and torch. Results are written after each size. Compiling is most of the time: on an H200, torch takes
+its first step after 40 to 50 s without `autotuned`. First, anywhere and in two minutes: python -m benchmarks.peers.gpu
+--tiny, which does the same with a tiny model, on a CPU if need be, and writes nothing.
 
-Contestants: `so.ddp` on one device with fp32 parameters and bf16 products, and torch.compile under bf16 autocast, both
-with AdamW, torch's fused. The update: AdamW on fp32 leaves, which reads parameter, gradient and two moments and writes
-three of them, 28 bytes a parameter; the copy: one array of half as much, read and written. Claims: tokens per second at
-least torch's; update at least 0.85 of the copy's bytes per second.
+Contestants, all with AdamW:
+
+- `so.ddp` on one device, with fp32 parameters and bf16 products and logits.
+- torch.compile under bf16 autocast, AdamW fused; and the same with kernels that are chosen by timing them ("autotuned").
+- MaxText's own step, exported on a machine that has MaxText (`peers.exported`).
+
+The update: AdamW on fp32 leaves, which reads parameter, gradient and two moments and writes three of them, 28 bytes a
+parameter; the copy: one array of half as much, read and written. Claims: tokens per second at least torch's; update at
+least 0.85 of the copy's bytes per second.
 """
 
 import argparse
@@ -30,7 +35,7 @@ from .measure import measure
 from .task import B1, B2, EPS, LEARNING_RATE, WEIGHT_DECAY, Config
 
 NOT_MEASURED = (
-    "not measured: no GPU was there; benchmarks/peers/gpu.py has run on a CPU, with its tiny model, 2026-11-21."
+    "not measured. On an H200 the contestants agreed, and the run ended before their speeds were written, 2026-11-27."
 )
 GPU = {"vocab_size": 50304, "tied": True, "dtype": "bfloat16", "simulated": 1}
 SIZES = {
@@ -39,7 +44,12 @@ SIZES = {
     "350M": Config(dim=1024, num_layers=24, num_heads=16, batch=8, length=1024, **GPU),
 }
 TINY = Config(dim=64, num_layers=2, num_heads=2, batch=4, length=64, **GPU | {"vocab_size": 512})
-CONTESTANTS = [Contestant("shardopt", "ddp", 1), Contestant("torch", "compiled", 1)]
+CONTESTANTS = [
+    Contestant("shardopt", "ddp", 1),
+    Contestant("torch", "compiled", 1),
+    Contestant("torch", "autotuned", 1),
+]
+MAXTEXT = [Contestant("maxtext", "stacked", 1), Contestant("maxtext", "unstacked", 1)]
 RESULTS = Path(__file__).parents[1] / "results" / "peers_gpu.json"
 UPDATE_BYTES = 28
 
@@ -66,14 +76,16 @@ def find_device(*, tiny: bool) -> str:
     return jax.devices()[0].device_kind
 
 
-def measure_size(config: Config, device: str, *, rounds: int, steps: int) -> dict[str, Any]:
+def measure_size(
+    config: Config, device: str, contestants: list[Contestant], *, rounds: int, steps: int
+) -> dict[str, Any]:
     """Return tokens per second, share of peak flops, memory, and the update's share of the copy's bandwidth.
 
     Raises:
       SystemExit: if the contestants compute different things.
     """
     # bf16 rounds to three digits. At 124M, width and depth as they are, ten steps were 0.0014 and 0.008 apart on a CPU.
-    found = measure(CONTESTANTS, config, rounds=rounds, steps=steps, loss_tolerance=5e-3, norm_tolerance=0.1)
+    found = measure(contestants, config, rounds=rounds, steps=steps, loss_tolerance=5e-3, norm_tolerance=0.1)
     peak = peak_flops(device)
     for row in found["contestants"].values():
         used = row["tokens_per_second"] * flops_per_token(config)
@@ -175,16 +187,20 @@ def _apart(function: Callable[..., Any], *arguments: Any) -> Any:
         return pool.submit(function, *arguments).result()
 
 
-def record(sizes: list[str], *, rounds: int, steps: int, tiny: bool) -> None:
+def record(sizes: list[str], *, rounds: int, steps: int, tiny: bool, maxtext: Path | None = None) -> None:
     """Measure sizes one after another, and write each as it comes beside those measured before on the same device."""
     share_device()
+    contestants = CONTESTANTS
+    if maxtext is not None:
+        os.environ["PEERS_MAXTEXT"] = str(maxtext.resolve())
+        contestants = CONTESTANTS + MAXTEXT
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()  # nothing compiled by an earlier run: jax keeps nothing
     device = find_device(tiny=tiny)
     before = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() and not tiny else {}
     same = before.get("device") == device
     results = {"device": device, "torch": importlib.metadata.version("torch"), "sizes": before["sizes"] if same else {}}
     for name, config in {"tiny": TINY}.items() if tiny else {name: SIZES[name] for name in sizes}.items():
-        results["sizes"][name] = measure_size(config, device, rounds=rounds, steps=steps)
+        results["sizes"][name] = measure_size(config, device, contestants, rounds=rounds, steps=steps)
         print(json.dumps({name: results["sizes"][name]}, indent=2), flush=True)
         if not tiny:
             print("wrote", write_json("peers_gpu", results, RESULTS), flush=True)
@@ -195,9 +211,10 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=SIZES)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=10, help="steps a round")
+    parser.add_argument("--maxtext", type=Path, help="folder that `python -m benchmarks.peers.exported` wrote")
     parser.add_argument("--tiny", action="store_true", help="try it with a tiny model, and write nothing")
     options = parser.parse_args()
-    record(options.sizes, rounds=options.rounds, steps=options.steps, tiny=options.tiny)
+    record(options.sizes, rounds=options.rounds, steps=options.steps, tiny=options.tiny, maxtext=options.maxtext)
 
 
 if __name__ == "__main__":

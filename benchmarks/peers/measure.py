@@ -2,12 +2,13 @@
 
 import contextlib
 import datetime
+import functools
 import importlib
 import inspect
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from .task import Config, write_task
 CHECKED_STEPS = 10
 OURS = "shardopt"
 WARMUP = 3
+ALONE = ("torch alone", "torch compiled", "torch autotuned", "maxtext stacked", "maxtext unstacked")
+"""Rivals of every strategy: they use one device, or one process."""
 
 
 def measure(
@@ -31,7 +34,7 @@ def measure(
     loss_tolerance: float = 1e-4,
     norm_tolerance: float = 1e-2,
 ) -> dict[str, Any]:
-    """Start contestants one after another, let them take turns of a few steps, and return what was seen.
+    """Start contestants one after another, check that they agree, let them take turns, and return what was seen.
 
     Raises:
       SystemExit: if two compute different things: their speeds could not be compared.
@@ -42,20 +45,26 @@ def measure(
         for each in contestants:
             jobs.append(stack.enter_context(running(each, Path(folder))))
             print(f"  {each.name:15} took its first step after {jobs[-1].seconds_to_first_step:.1f} s", flush=True)
-        seen = {job.contestant.name: [job.first[0]["results"][0]] for job in jobs}
+        lines = {each.name: lines_of(each) for each in contestants}
+        seen = {
+            job.contestant.name: job.first[0]["results"] + ask(job, CHECKED_STEPS - 1)[0]["results"] for job in jobs
+        }
+        differences = agreement(seen, loss_tolerance, norm_tolerance)
         for job in jobs:
             ask(job, "forget peak")
-        turns = {job.contestant.name: _turn(job, steps, seen[job.contestant.name]) for job in jobs}
+        turns = {job.contestant.name: functools.partial(ask, job, steps) for job in jobs}
         times = interleave(turns, rounds=rounds, warmup=WARMUP)
         rows = {job.contestant.name: _row(job, times[job.contestant.name], config, steps) for job in jobs}
+    for name, count in lines.items():
+        rows[name]["lines"] = count
     pairs = [(name, rival) for name in rows if name.startswith(OURS) for rival in rivals(name, rows)]
     return {
         "date": datetime.date.today().isoformat(),
         "cores": len(os.sched_getaffinity(0)),
         "rounds": rounds,
         "steps_a_round": steps,
-        "losses": {name: [loss for loss, _ in results[:CHECKED_STEPS]] for name, results in seen.items()},
-        "differences": agreement(seen, loss_tolerance, norm_tolerance),
+        "losses": {name: [loss for loss, _ in results] for name, results in seen.items()},
+        "differences": differences,
         "contestants": rows,
         "speed_ratios": {f"{name} / {rival}": median_ratio(times[rival], times[name]) for name, rival in pairs},
     }
@@ -65,7 +74,7 @@ def rivals(name: str, rows: Any) -> list[str]:
     """Return those that a contestant of ours is compared with: the same strategy, or the only one torch has there."""
     strategy = name.split()[1]
     same = [f"{library} {strategy}" for library in ("jax", "torch", "maxtext", "levanter")]
-    return [each for each in rows if each in (*same, "torch alone", "torch compiled")]
+    return [each for each in rows if each in (*same, *ALONE)]
 
 
 def agreement(
@@ -96,13 +105,6 @@ def lines_of(contestant: Contestant) -> int:
     return sum(bool(line) and not line.startswith(("#", '"""')) for line in lines)
 
 
-def _turn(job: Job, steps: int, results: list[tuple[float, float]]) -> Callable[[], None]:
-    def take() -> None:
-        results.extend(ask(job, steps)[0]["results"])
-
-    return take
-
-
 def _row(job: Job, times: list[float], config: Config, steps: int) -> dict[str, Any]:
     told = ask(job, "memory")
     return {
@@ -114,5 +116,4 @@ def _row(job: Job, times: list[float], config: Config, steps: int) -> dict[str, 
         "peak_bytes_of_steps": max(each["peak_of_steps"] for each in told),
         "compiled_bytes": told[0]["compiled"],
         "device_peak_bytes": told[0]["device_peak"],
-        "lines": lines_of(job.contestant),
     }

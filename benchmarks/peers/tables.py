@@ -38,7 +38,13 @@ _CALLS = {
     "shardopt zero1": "`so.zero`",
     "shardopt fsdp": "`so.fsdp`",
 }
-_GPU_CALLS = {"shardopt ddp": "`so.ddp`, bf16", "torch compiled": "`torch.compile`, bf16 autocast, fused AdamW"}
+_GPU_CALLS = {
+    "shardopt ddp": "`so.ddp`, bf16",
+    "torch compiled": "`torch.compile`, bf16 autocast, fused AdamW",
+    "torch autotuned": '`torch.compile(mode="max-autotune-no-cudagraphs")`, bf16 autocast, fused AdamW',
+    "maxtext stacked": "its exported step, bf16, cuDNN's attention",
+    "maxtext unstacked": "its exported step, `scan_layers=false`, bf16, cuDNN's attention",
+}
 
 
 def table_of(record: dict[str, Any]) -> str:

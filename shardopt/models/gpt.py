@@ -33,6 +33,7 @@ class GPTConfig:
       tied: whether the embedding is also the output projection; otherwise that is the leaf "head".
       param_dtype: dtype that `init` creates.
       dtype: dtype of activations and products; None is the dtype of the parameters that the loss gets.
+      logits_dtype: the dtype of the logits in the loss, as in `so.nn.cross_entropy`.
       precision: precision of products with block weights: "int8" or "fp8" as in `so.nn.quantized_einsum`; None is `dtype`.
 
     Raises:
@@ -50,6 +51,7 @@ class GPTConfig:
     tied: bool = False
     param_dtype: DTypeLike = jnp.float32
     dtype: DTypeLike | None = None
+    logits_dtype: DTypeLike | None = None
     precision: Precision | None = None
 
     def __post_init__(self):
@@ -79,7 +81,7 @@ class GPTConfig:
     def decoder(self) -> DecoderConfig:
         """The GPT as a decoder."""
         names = ("vocab_size", "dim", "num_layers", "num_heads", "hidden", "max_length", "tied")
-        dtypes = ("param_dtype", "dtype", "precision")
+        dtypes = ("param_dtype", "dtype", "logits_dtype", "precision")
         kinds = (BlockKind(rope=Rope(base=self.rope_base)),)
         return DecoderConfig(**{name: getattr(self, name) for name in names + dtypes}, kinds=kinds, fused="qkv")
 

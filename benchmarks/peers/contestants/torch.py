@@ -200,12 +200,17 @@ def alone(task: Task):
         yield loss.item(), norm.item()
 
 
-def compiled(task: Task):
+def autotuned(task: Task):
+    """The same, with products and fusions chosen by timing them, as XLA chooses its own."""
+    return compiled(task, mode="max-autotune-no-cudagraphs")
+
+
+def compiled(task: Task, mode: str | None = None):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high")
     model = load(GPT(task.config, device), task.params())
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    loss_of = torch.compile(model)
+    loss_of = torch.compile(model, mode=mode)
     for tokens in task.batches():
         optimizer.zero_grad()
         with torch.autocast(device, dtype=torch.bfloat16):
@@ -216,5 +221,12 @@ def compiled(task: Task):
         yield loss.item(), norm.item()
 
 
-LINES = {"ddp": (ddp,), "zero1": (zero1,), "fsdp": (fsdp,), "alone": (alone,), "compiled": (compiled,)}
+LINES = {
+    "ddp": (ddp,),
+    "zero1": (zero1,),
+    "fsdp": (fsdp,),
+    "alone": (alone,),
+    "compiled": (compiled,),
+    "autotuned": (compiled,),
+}
 """What is counted as written by the user, beside the model."""
