@@ -178,13 +178,14 @@ def _gradient_of_table(
     grad: jax.Array, ids: jax.Array, *, shape: tuple[int, ...], dtype: DTypeLike, mode: Mode
 ) -> jax.Array:
     """Return the sum of the rows of `grad` [..., D] for each id, [V, D], summed in float32 at least."""
-    ids, rows, num_ids = ids.reshape(-1), grad.reshape(-1, shape[1]), shape[0]
+    num_ids, width = shape[0], math.prod(shape[1:])
+    rows, ids = grad.reshape(ids.size, width), ids.reshape(-1).astype(jnp.promote_types(ids.dtype, jnp.int32))
     ids = jnp.clip(ids, 0, num_ids - 1) if mode == "clip" else jnp.where(ids < 0, ids + num_ids, ids)
     ids = jnp.where(ids < 0, num_ids, ids)  # an id below the table adds nothing, as one above it
     if _adds_by_atomics() and is_local():
         ids, rows = _sums_in_tiles(ids, rows, num_ids)
-    sums = jnp.zeros(shape, wide_dtype(dtype)).at[ids].add(rows.astype(wide_dtype(dtype)), mode="drop")
-    return sums.astype(dtype)
+    sums = jnp.zeros((num_ids, width), wide_dtype(dtype)).at[ids].add(rows.astype(wide_dtype(dtype)), mode="drop")
+    return sums.reshape(shape).astype(dtype)
 
 
 def _sums_in_tiles(ids: jax.Array, rows: jax.Array, outside: int) -> tuple[jax.Array, jax.Array]:

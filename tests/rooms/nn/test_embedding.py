@@ -214,6 +214,18 @@ def test_gradients_are_those_of_indexing(with_atomics, mode, dtype, shape):
     np.testing.assert_allclose(found, expected.astype(dtype), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(300,), (300, 4), (300, 2, 3)], ids=str)
+@pytest.mark.parametrize("ids", [[], [3, 255, 3]], ids=["none", "some"])
+def test_tables_of_any_width_take_ids_of_one_byte(with_atomics, shape, ids):
+    ids = jnp.array(ids, jnp.uint8)
+    rows, pullback = jax.vjp(lambda table: so.nn.embedding(table, ids), jnp.ones(shape, jnp.bfloat16))
+    (grad,) = pullback(jnp.ones_like(rows))
+    counts = np.bincount(np.asarray(ids, int), minlength=300)
+    np.testing.assert_array_equal(
+        grad.astype(float), np.broadcast_to(counts.reshape(-1, *[1] * (len(shape) - 1)), shape)
+    )
+
+
 @pytest.mark.parametrize("sizes", [{"data": 4}, {"data": 2, "tensor": 2}], ids=str)
 def test_steps_in_tiles_are_those_of_one_device(sizes, mesh_of, x64, monkeypatch):
     params, batches = params_of(), batches_of()
