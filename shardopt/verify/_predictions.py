@@ -101,7 +101,10 @@ def _run(opt, shape: Transformer, abstract_batch, devices: Devices) -> tuple[int
     state = opt.init(functools.partial(transformer.init, shape), jax.random.key(0))
     shards = [leaf.addressable_shards[0].data for leaf in jax.tree.leaves((state.params, state.opt_state))]
     held = sum(shard.nbytes for shard in shards)
-    batch = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract_batch)
+    draw = np.random.default_rng(0)  # GPUs would add the gradients of equal tokens one after another
+    batch = jax.tree.map(
+        lambda leaf: draw.integers(shape.vocab_size, size=leaf.shape, dtype=leaf.dtype), abstract_batch
+    )
     seconds = []
     for _ in range(1 + _STEPS):
         begin = time.perf_counter()
