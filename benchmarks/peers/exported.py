@@ -3,12 +3,15 @@
 Run, without a GPU: /path/to/maxtext/python -m benchmarks.peers.exported FOLDER --sizes 124M. It lowers MaxText's own step
 for CUDA, with cuDNN's attention. Then, on the machine with the GPU: python -m benchmarks.peers.gpu --maxtext FOLDER.
 
-The exported program is what MaxText gives to XLA. XLA compiles it on the machine that runs it.
+The exported program is what MaxText gives to XLA. XLA compiles it on the machine that runs it, with the same version of
+jax as here.
 """
 
 import argparse
+import contextlib
 import json
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,8 +22,8 @@ import numpy as np
 from .contestants import maxtext
 from .task import Config, Task, write_task
 
-CUDNN_VERSION = 91_002
-"""What jax is told while it lowers cuDNN's attention; it decides what jax refuses, and is not part of the program."""
+CUDNN_CALLS = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
+"""jax does not promise to keep their form. Here one version of jax writes and reads it."""
 
 MOST_STORED = 1_000
 """Larger leaves are parameters, or begin as zeros."""
@@ -38,54 +41,55 @@ def export(config: Config, path: Path, platform: str, **chosen: Any) -> None:
         step, state, _, context = maxtext.prepare(task, **chosen)
         batch = maxtext.batch_of(next(task.batches()))
         stacked = maxtext.leaves_of(task.params())
-        named = stacked | maxtext.with_unstacked_blocks(stacked)
-    paths, tree = jax.tree.flatten_with_path(state)
-    keys = [jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) for _, leaf in paths]
-    plain = lambda leaves: [jax.random.key_data(x) if key else x for x, key in zip(leaves, keys, strict=True)]
+        params = stacked | maxtext.with_unstacked_blocks(stacked)
+    places, tree = jax.tree.flatten_with_path(state)
+    is_key = [jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) for _, leaf in places]
 
-    def flat_step(leaves, batch):
-        leaves = [jax.random.wrap_key_data(x) if key else x for x, key in zip(leaves, keys, strict=True)]
+    def numbers_of(leaves: Sequence[Any]) -> list[Any]:
+        return [jax.random.key_data(leaf) if key else leaf for leaf, key in zip(leaves, is_key, strict=True)]
+
+    def flat_step(leaves: list[Any], batch: dict[str, Any]) -> tuple[list[Any], Any, Any]:
+        leaves = [jax.random.wrap_key_data(leaf) if key else leaf for leaf, key in zip(leaves, is_key, strict=True)]
         state, metrics = step(tree.unflatten(leaves), batch)
-        return plain(jax.tree.leaves(state)), *maxtext.figures(metrics)
+        return numbers_of(jax.tree.leaves(state)), *maxtext.figures(metrics)
 
-    leaves = [np.asarray(leaf) for leaf in plain([leaf for _, leaf in paths])]
-    begins = [
-        _beginning(jax.tree_util.keystr(where), leaf, named) for (where, _), leaf in zip(paths, leaves, strict=True)
-    ]
-    cudnn = "jax._src.cudnn.fused_attention_stablehlo"
-    with (
-        context(),
-        mock.patch(f"{cudnn}.check_cudnn_version", return_value=CUDNN_VERSION),
-        mock.patch(f"{cudnn}.check_compute_capability", return_value=True),
-        mock.patch(f"{cudnn}.is_cuda_compute_capability_equal", return_value=False),
-    ):
-        program = jax.export.export(
-            jax.jit(flat_step, donate_argnums=0),
-            platforms=[platform],
-            disabled_checks=[
-                jax.export.DisabledSafetyCheck.custom_call(name)
-                for name in ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
-            ],
-        )(leaves, batch)
-    stored = {f"leaf{i}": leaf for i, (leaf, begin) in enumerate(zip(leaves, begins, strict=True)) if begin == "stored"}
+    leaves = [np.asarray(leaf) for leaf in numbers_of([leaf for _, leaf in places])]
+    names = [jax.tree_util.keystr(path) for path, _ in places]
+    begins = [_beginning(name, leaf, params) for name, leaf in zip(names, leaves, strict=True)]
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in CUDNN_CALLS]
+    jitted = jax.jit(flat_step, donate_argnums=0)
+    with context(), _as_with_a_gpu():
+        program = jax.export.export(jitted, platforms=[platform], disabled_checks=checks)(leaves, batch)
     np.savez_compressed(
         path,
         program=np.frombuffer(program.serialize(), np.uint8),
         leaves=json.dumps([(begin, leaf.shape, leaf.dtype.name) for begin, leaf in zip(begins, leaves, strict=True)]),
-        **stored,
+        **{f"leaf{i}": leaf for i, leaf in enumerate(leaves) if begins[i] == "stored"},
     )
 
 
-def _beginning(where: str, leaf: np.ndarray, params: dict[str, np.ndarray]) -> str:
+@contextlib.contextmanager
+def _as_with_a_gpu() -> Iterator[None]:
+    """Let jax lower cuDNN's attention without a GPU. What it is told of cuDNN is not part of the program."""
+    module = "jax._src.cudnn.fused_attention_stablehlo"
+    with (
+        mock.patch(f"{module}.check_cudnn_version", return_value=91_002),
+        mock.patch(f"{module}.check_compute_capability", return_value=True),
+        mock.patch(f"{module}.is_cuda_compute_capability_equal", return_value=False),
+    ):
+        yield
+
+
+def _beginning(name: str, leaf: np.ndarray, params: dict[str, np.ndarray]) -> str:
     """Return the name of a parameter, "zeros" or "stored"."""
     if leaf.size <= MOST_STORED:
         return "stored"
     if not leaf.any():
         return "zeros"
-    names = [name for name, value in params.items() if value.shape == leaf.shape and (value == leaf).all()]
-    if not names:
-        raise ValueError(f"peers: maxtext: leaf {where} {leaf.shape} is neither zeros nor one of the parameters.")
-    return names[0]
+    equal = [param for param, value in params.items() if value.shape == leaf.shape and (value == leaf).all()]
+    if not equal:
+        raise ValueError(f"peers: maxtext: leaf {name} {leaf.shape} is neither zeros nor one of the parameters.")
+    return equal[0]
 
 
 OPTIONS = {

@@ -94,9 +94,9 @@ def embedding(
       [[0. 0. 1.]
        [1. 0. 0.]]
 
-    **Equivalence**: the result does not depend on the placement of the table, up to the order in which gradients of one row
-    are added. They are added in fp32 at least, also for a table in half precision: sums of many small numbers in bfloat16
-    stop growing, and a frequent token would learn too little.
+    **Equivalence**: the result does not depend on the placement of the table, up to the order of sums. Gradients of one row
+    are added in fp32 at least, also for a table in half precision. In bfloat16 a sum of many small numbers stops growing,
+    and a frequent token would learn too little.
 
     **Communication**: none if the device has the whole table, as when fsdp gathers it. If `BlockModel.tables` names the
     table, fsdp leaves it sharded by columns over the N devices of data. With R ids on a device and b bytes per number, each
@@ -189,7 +189,7 @@ def _gradient_of_table(
 
 
 def _sums_in_tiles(ids: jax.Array, rows: jax.Array, outside: int) -> tuple[jax.Array, jax.Array]:
-    """Sort rows [R, D] by id, and add those of one id within each tile, by a product; the others are then `outside`.
+    """Sort rows [R, D] by id, and replace them by one sum for each id of a tile; the ids of other rows become `outside`.
 
     A GPU adds rows of one id by atomic operations, one after another. On an H200, 16,384 rows of 768 with few ids took 32 of
     76 ms of a step. A kernel of this function takes less than 0.3 ms.

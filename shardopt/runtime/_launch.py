@@ -668,8 +668,8 @@ def _common_environment() -> dict[str, str]:
 
 def _runs_on_cpus(devices: Path = Path("/dev")) -> bool:
     """Return whether the user asked for CPUs alone, or this host has no accelerator."""
-    asked = os.environ.get("JAX_PLATFORMS")
-    return asked == "cpu" or not any(True for name in _DEVICE_FILES for _ in devices.glob(name))
+    has_accelerator = any(list(devices.glob(name)) for name in _DEVICE_FILES)
+    return os.environ.get("JAX_PLATFORMS") == "cpu" or not has_accelerator
 
 
 def _free_address() -> str:

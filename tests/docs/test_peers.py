@@ -93,6 +93,9 @@ def test_others_get_the_same_parameters_in_their_own_layouts(load, tmp_path):
     np.testing.assert_array_equal(key[:, 2], attention["qkv"][2, :, 1])  # block 2, the second part
     np.testing.assert_array_equal(gate[:, 2], mlp["up"][2, :, 0])
     np.testing.assert_array_equal(leaves["decoder.logits_dense.kernel"], params["head"].T)
+    unstacked = maxtext.with_unstacked_blocks(leaves)
+    assert len(unstacked) == len(leaves) + 9 * (3 - 1)  # of each of nine leaves, one for each of three blocks
+    np.testing.assert_array_equal(unstacked["decoder.layers_2.self_attention.key.kernel"], key[:, 2])
 
     leaves = levanter.leaves_of(params)
     assert sum(leaf.size for leaf in leaves.values()) == sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -107,8 +110,8 @@ def test_others_get_the_same_parameters_in_their_own_layouts(load, tmp_path):
 
 def test_others_are_compared_with_the_same_strategy_and_their_lines_are_counted_without_them(load):
     measure, jobs = load("measure"), load("jobs")
-    rows = ["shardopt fsdp", "maxtext ddp", "maxtext fsdp", "levanter fsdp", "torch alone"]
-    assert measure.rivals("shardopt fsdp", rows) == ["maxtext fsdp", "levanter fsdp", "torch alone"]
+    rows = ["shardopt fsdp", "maxtext ddp", "maxtext fsdp", "levanter fsdp", "torch alone", "maxtext stacked"]
+    assert measure.rivals("shardopt fsdp", rows) == ["maxtext fsdp", "levanter fsdp", "torch alone", "maxtext stacked"]
     assert measure.lines_of(jobs.Contestant("levanter", "fsdp", 1, "/elsewhere/python")) == 44
     assert measure.lines_of(jobs.Contestant("maxtext", "fsdp", 1, "/elsewhere/python")) == 34
 
