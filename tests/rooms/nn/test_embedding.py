@@ -226,6 +226,43 @@ def test_tables_of_any_width_take_ids_of_one_byte(with_atomics, shape, ids):
     )
 
 
+@pytest.mark.parametrize("mode", ["fill", "clip"])
+@pytest.mark.parametrize(
+    "ids",
+    [np.array([2**31, 2**32 - 1, 7], np.uint32), np.array([-5, 3], np.int8), np.array([-400, -300], np.int16)],
+    ids=str,
+)
+def test_gradients_go_to_the_rows_that_were_read(with_atomics, mode, ids):
+    table = jnp.stack(jnp.divmod(jnp.arange(300), 16), axis=1).astype(jnp.bfloat16)
+    rows, pullback = jax.vjp(lambda table: so.nn.embedding(table, ids, mode=mode), table)
+    (grad,) = pullback(jnp.ones_like(rows))
+    high, low = np.asarray(rows, float)[~np.isnan(rows).any(axis=1)].T.astype(int)
+    np.testing.assert_array_equal(grad[:, 0].astype(float), np.bincount(16 * high + low, minlength=300))
+
+
+def test_gradients_of_rows_that_were_not_read_are_dropped_if_they_are_nan(with_atomics):
+    table, ids = jnp.ones((5, 2), jnp.bfloat16), jnp.array([0, 1, -100])
+
+    def loss(table):
+        return jnp.sum(jnp.where((ids >= 0)[:, None], so.nn.embedding(table, ids) ** 2, 0))
+
+    np.testing.assert_array_equal(jax.grad(loss)(table)[:, 0].astype(float), [2, 2, 0, 0, 0])
+
+
+def test_tangents_are_rows_of_the_tangent(with_atomics):
+    table, ids = jnp.ones((3, 2), jnp.bfloat16), jnp.array([2, 0, 2, -4])
+    tangent = jnp.arange(6, dtype=jnp.bfloat16).reshape(3, 2)
+    _, found = jax.jvp(lambda table: so.nn.embedding(table, ids), (table,), (tangent,))
+    np.testing.assert_array_equal(found.astype(float), [[4, 5], [0, 1], [4, 5], [0, 0]])
+
+
+def test_gradients_are_summed_over_devices_where_jax_tracks_what_varies(with_atomics, mesh_of):
+    ids = jnp.array([0, 1, 1, 2, 0, 1, 2, 0])
+    gradient = jax.grad(lambda table, ids: jnp.sum(so.nn.embedding(table, ids).astype(jnp.float32)))
+    mapped = jax.shard_map(gradient, mesh=mesh_of(data=4), in_specs=(P(), P("data")), out_specs=P())
+    np.testing.assert_array_equal(mapped(jnp.ones((4, 2), jnp.bfloat16), ids)[:, 0].astype(float), [3, 3, 2, 0])
+
+
 @pytest.mark.parametrize("sizes", [{"data": 4}, {"data": 2, "tensor": 2}], ids=str)
 def test_steps_in_tiles_are_those_of_one_device(sizes, mesh_of, x64, monkeypatch):
     params, batches = params_of(), batches_of()
