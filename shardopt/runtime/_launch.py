@@ -651,8 +651,8 @@ def _place_environment(rank: int, count: int, address: str) -> dict[str, str]:
 _MALLOC = (
     "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776"
 )
-_DEVICE_FILES = ("nvidia[0-9]*", "accel[0-9]*", "vfio/[0-9]*", "kfd")
-"""Names in /dev of NVIDIA's GPUs, of TPUs by two drivers, and of AMD's GPUs."""
+_DEVICE_FILES = ("nvidia[0-9]*", "nvmap", "dxg", "accel[0-9]*", "vfio/[0-9]*", "kfd")
+"""Names in /dev of NVIDIA's GPUs (as cards, on Jetson, in WSL), of TPUs by two drivers, and of AMD's GPUs."""
 
 
 def _common_environment() -> dict[str, str]:

@@ -72,6 +72,7 @@ def test_processes_keep_their_memory_in_huge_pages_unless_the_user_tunes_glibc(j
     [
         (["null", "nvidiactl", "vfio/vfio"], None, True),
         (["nvidia0"], None, False),
+        (["dxg"], None, False),
         (["accel3"], None, False),
         (["vfio/12"], "", False),
         (["kfd"], "rocm,cpu", False),
