@@ -92,19 +92,22 @@ def plot(rows: list[dict]):
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
-    for row in sorted(rows, key=lambda row: row["length"] / row["context"]):
-        at = row["length"] / row["context"], row["temp_bytes"] / 1e9
-        axes.plot(*at, "o", color="#33608c")
+    points = {
+        (row["length"], row["context"]): (row["length"] / row["context"], row["temp_bytes"] / 1e9) for row in rows
+    }
+    for (length, context), (positions, temp) in points.items():
+        is_top = temp == max(y for x, y in points.values() if x == positions)
+        axes.plot(positions, temp, "o", color="#33608c")
         axes.annotate(
-            f"{row['length'] // 1024}k / {row['context']}",
-            at,
+            f"{length // 1024}k / {context}",
+            (positions, temp),
             textcoords="offset points",
-            xytext=(6, 5 if row["context"] == 8 else -14),
+            xytext=(6, 5 if is_top else -14),
         )
     axes.set_xlabel("positions on a device: tokens of a row / context")
     axes.set_ylabel("temporary memory, GB a chip")
     axes.set_title("Llama 3 8B, fsdp over data x context, every block recomputed (v5p, compiled)", fontsize=9)
-    axes.set_xlim(0, 38_000), axes.set_ylim(0)
+    axes.set_xlim(0, 38_000), axes.set_ylim(0, 1.1 * max(temp for _, temp in points.values()))
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(PICTURE, dpi=150)
 

@@ -98,6 +98,8 @@ def embedding(
     are added in fp32 at least, also for a table in half precision. In bfloat16 a sum of many small numbers stops growing,
     and a frequent token would learn too little.
 
+    **Memory**: a sum of gradients has 4 V D bytes, until it is rounded to the dtype of the table.
+
     **Communication**: none if the device has the whole table, as when fsdp gathers it. If `BlockModel.tables` names the
     table, fsdp leaves it sharded by columns over the N devices of data. With R ids on a device and b bytes per number, each
     micro-batch takes the way that sends fewer bytes:
