@@ -403,7 +403,7 @@ def test_what_outlives_a_killed_launcher_keeps_its_logs(tmp_path):
                 _, said = other.communicate(timeout=60)
             refused, fix = said.splitlines()[-2:]
             assert re.fullmatch(
-                rf"shardopt\.core\.errors\.CheckpointInUseError: launch: {tmp_path}/logs is already being written to by process "
+                rf"shardopt\.errors\.CheckpointInUseError: launch: {tmp_path}/logs is already being written to by process "
                 rf"{one.pid} on .*, since .*\. It cannot be seen from here: it runs in another container, or it has ended "
                 r"and what it started still runs\.",
                 refused,
