@@ -169,6 +169,7 @@ def _rows_of(table: jax.Array, ids: jax.Array, mode: Mode) -> jax.Array:
 
 
 def _adds_by_atomics() -> bool:
+    """Return whether the devices are GPUs, on which XLA adds scattered rows by atomic operations."""
     kind = device_kind() or "cpu"
     return kind != "cpu" and not kind.startswith("TPU")
 

@@ -28,7 +28,7 @@ def _random_numbers(x: jax.Array) -> jax.Array:
 
 
 SCATTERED = "scattered sums"
-_FLAG = "--xla_gpu_deterministic_ops=true"
+_ORDER_FLAG = "--xla_gpu_deterministic_ops=true"
 
 COMPUTATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "product in float32": lambda x: jnp.matmul(x, x.T, precision="highest"),
@@ -55,8 +55,8 @@ def same_bits_rows() -> list[Row]:
 
 
 def _measure_if_ordered(name: str, computation: Callable[[jax.Array], jax.Array], devices: Devices) -> Measurement:
-    if name == SCATTERED and devices[0].platform == "gpu" and _FLAG not in os.environ.get("XLA_FLAGS", ""):
-        raise NotRun("not on this platform", f"GPUs add scattered numbers in any order without XLA_FLAGS={_FLAG}")
+    if name == SCATTERED and devices[0].platform == "gpu" and _ORDER_FLAG not in os.environ.get("XLA_FLAGS", ""):
+        raise NotRun("not on this platform", f"GPUs add scattered numbers in any order without XLA_FLAGS={_ORDER_FLAG}")
     return measure_same_bits(computation, devices)
 
 

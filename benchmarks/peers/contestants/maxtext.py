@@ -1,7 +1,9 @@
 """MaxText as a contestant: its own model, optimizer and train step, given the task's parameters and batches.
 
 Run by the Python of another environment, in which MaxText is installed: python -m benchmarks.peers --maxtext
-/path/to/python. Or the step is exported there, and run by a Python with jax alone (`peers.exported`). Its decoder block "qwen2" without biases is the GPT of the others: rotary positions by halves, RMS norms,
+/path/to/python. Or the step is exported there, and run by a Python with jax alone (`peers.exported`).
+
+Its decoder block "qwen2" without biases is the GPT of the others: rotary positions by halves, RMS norms,
 SwiGLU, and queries scaled by a factor, which "llama2" would fold into its parameters, so that Adam learns at another rate.
 """
 
