@@ -1,6 +1,6 @@
 """The proof: one walk over the whole trace and the piece trace, equation by equation."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from shardopt.separability._relations import (
     differing_dims,
     is_exactly_same,
 )
-from shardopt.separability._single_rows import batched_product
+from shardopt.separability._single_rows import batched_product, omitted_broadcast
 from shardopt.separability._table import apply_rule, equal_params
 from shardopt.trace._jaxprs import CHECKPOINTS, COLLECTIVES, SUMS, constants_of, open_jaxpr, shape_of
 from shardopt.trace._marks import ATTENTION, POSITIONS, ROW_MAXIMUM, has_mark
@@ -62,7 +62,7 @@ def relate_jaxprs(proof: Proof, whole_jaxpr: Any, piece_jaxpr: Any, relations: S
         return relation_of[whole_atom] if piece_var_of[whole_atom] is piece_atom else Unknown("traces")
 
     piece_var_of: dict[Any, Any] = dict(zip((*jaxprs[0].invars, *jaxprs[0].constvars), (*jaxprs[1].invars, *jaxprs[1].constvars), strict=True))  # fmt: skip
-    for eqns in _matching_equations(jaxprs[0].eqns, jaxprs[1].eqns):
+    for eqns in _matching_equations(jaxprs[0].eqns, jaxprs[1].eqns, piece_var_of):
         site = Site(*eqns, proof.num_pieces, proof.callers)
         operands = [read(*atoms) for atoms in zip(eqns[0].invars, eqns[1].invars, strict=True)]
         results = _relate_equation(proof, site, operands)
@@ -72,16 +72,23 @@ def relate_jaxprs(proof: Proof, whole_jaxpr: Any, piece_jaxpr: Any, relations: S
 
 
 def _matching_equations(
-    whole_eqns: Sequence[JaxprEqn], piece_eqns: Sequence[JaxprEqn]
+    whole_eqns: Sequence[JaxprEqn], piece_eqns: Sequence[JaxprEqn], piece_var_of: Mapping[Any, Any]
 ) -> Iterator[tuple[JaxprEqn, JaxprEqn]]:
     """Yield each equation of the whole trace with the same equation of the piece trace.
+
+    Args:
+      whole_eqns: the equations of the whole trace.
+      piece_eqns: the equations of the piece trace.
+      piece_var_of: the variable of the piece trace for each that the equations before have made.
 
     Raises:
       DifferentTracesError: at the first equation without a partner.
     """
     position = 0
     for whole_eqn in whole_eqns:
-        if position < len(piece_eqns) and _same_kind(whole_eqn, piece_eqns[position]):
+        if (broadcast := omitted_broadcast(whole_eqn, piece_eqns[position : position + 1], piece_var_of)) is not None:
+            yield whole_eqn, broadcast
+        elif position < len(piece_eqns) and _same_kind(whole_eqn, piece_eqns[position]):
             yield whole_eqn, piece_eqns[position]
             position += 1
         elif (product := batched_product(whole_eqn, piece_eqns[position : position + 4])) is not None:

@@ -96,6 +96,38 @@ def test_mean_over_rows_is_shown_to_be_one(name, rows):
         assert (mixing and mixing.reason) == expected
 
 
+def with_class_token(params, batch):
+    rows = jnp.stack([batch["x"], batch["x"] ** 2], axis=1)
+    token = jnp.broadcast_to(params["token"][None, None], (len(rows), 1, 12))
+    ones = jnp.broadcast_to(jnp.sum(rows, axis=2, keepdims=True), rows.shape)  # of rows, and also of one row
+    return jnp.mean(jnp.concatenate([token, rows * ones], axis=1) ** 2)
+
+
+def centred_rows(params, batch):
+    mean = jnp.broadcast_to(jnp.mean(batch["x"], axis=0, keepdims=True), batch["x"].shape)
+    return jnp.mean((batch["x"] - mean) ** 2 * params["token"][None])
+
+
+def summed_tokens(params, batch):
+    return jnp.sum(jnp.broadcast_to(params["token"][None], batch["x"].shape)) + jnp.mean(batch["x"])
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "reason"),
+    [
+        (with_class_token, None),
+        (centred_rows, "rows are mixed."),
+        (summed_tokens, "it depends on the number of rows otherwise than a mean over them."),
+    ],
+)
+@pytest.mark.parametrize("pieces", [16, 4])
+def test_a_value_that_is_repeated_for_each_row(loss_fn, reason, pieces):
+    """Of one row, jax omits the broadcast: `broadcast_to(x, [1, 12])` of [1, 12] is x."""
+    params = abstract({"token": jnp.ones(12)})
+    mixing = find_mixing(loss_fn, params, abstract({"x": jnp.ones((16, 12))}), Cut(pieces))
+    assert (mixing and mixing.reason) == reason
+
+
 @jax.custom_vjp
 def normalised(x):
     return x
