@@ -212,7 +212,7 @@ def test_biases_follow_the_loads_of_the_step_before(mesh_of, x64):
 def test_loads_are_balanced_by_biases_and_by_the_loss():
     tokens = np.random.default_rng(0).integers(0, 32, (16, 17)).astype(np.int32)
     imbalance = {}
-    for balance, rate in ((None, 0.0), ("bias", 0.05), ("loss", 0.1)):
+    for balance, rate in ((None, 0.0), ("bias", 0.01), ("loss", 0.1)):
         changes = {"num_layers": 1, "num_experts": 8, "shared_hidden": 0, "param_dtype": jnp.float32}
         config = config_of(balance=balance, balance_rate=rate, **changes)
         params = params_of(config)
@@ -224,7 +224,7 @@ def test_loads_are_balanced_by_biases_and_by_the_loss():
             state, metrics = opt.step(state, {"tokens": tokens})
             found.append(float(metrics["load_imbalance"]))
         assert found[1] == 4
-        imbalance[balance] = found[-1]
+        imbalance[balance] = np.mean(found[-10:])  # biases move by a fixed rate, so that loads swing around their mean
     assert max(imbalance["bias"], imbalance["loss"]) < 2 < 2.4 < imbalance[None]
 
 
@@ -319,7 +319,7 @@ def test_samples_are_those_of_the_logits():
     config = config_of(param_dtype=jnp.float32)
     params, prompt = params_of(config), np.array([[3, 1, 4]])
     tokens = sample(params, config, prompt, jax.random.key(0), num_tokens=4, temperature=0.0)
-    logits = moe.logits_of(config, params, tokens)
+    logits = jax.jit(functools.partial(moe.logits_of, config))(params, tokens)
     assert tokens[:, :3].tolist() == prompt.tolist()
     assert tokens[:, 3:].tolist() == jnp.argmax(logits[:, 2:-1], axis=-1).tolist()
     with pytest.raises(ValueError, match="prompt must hold at least one token a row"):

@@ -1,7 +1,5 @@
 """Attention's kernels in bfloat16 against plain attention of jax and of float64; races between the cores of a device."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,6 +56,12 @@ def relative_error(values, expected):
     return float(np.sqrt(np.mean((values - expected) ** 2) / np.mean(expected**2)))
 
 
+def of_scaled_queries(query, key, value):
+    """Return jax's attention of queries that are scaled and rounded before their product, as all kernels for TPU want."""
+    scaled = query * jnp.asarray(query.shape[-1] ** -0.5, query.dtype)
+    return jax.nn.dot_product_attention(scaled, key, value, scale=1.0, is_causal=True)
+
+
 SIZES = [pytest.param(256, 128, marks=pytest.mark.fast)]
 SIZES += [pytest.param(4096, width, marks=pytest.mark.slow) for width in (64, 128, 192, 256)]
 
@@ -67,12 +71,11 @@ def test_kernels_in_bfloat16_are_as_exact_as_jax(length, width):
     args = operands(length, width)
     expected = exact(*args)
     ours = computed(lambda *qkv: splash.splash_attention(*qkv, None, None, CAUSAL), *args)
-    jaxs = computed(functools.partial(jax.nn.dot_product_attention, is_causal=True), *args)
+    jaxs = computed(of_scaled_queries, *args)
     for name, values, other, wanted in zip(("out", "dq", "dk", "dv"), ours, jaxs, expected, strict=True):
         error, other_error = relative_error(values, wanted), relative_error(other, wanted)
         assert error < 0.01, (name, error)
-        # the kernel's queries are scaled before they are rounded to bfloat16, which at width 192 costs dq 1.8 times jax's error
-        assert error < 2 * other_error, (name, error, other_error)
+        assert error < 1.6 * other_error, (name, error, other_error)  # since 0.12, XLA keeps d_scores in float32: 1.5
 
 
 def backward_operands(length, segments=None, key_segments=None):
