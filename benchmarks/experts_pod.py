@@ -38,12 +38,14 @@ class Row(NamedTuple):
     topology: str
     expert: int = 1
     replica: int = 1
+    precision: str | None = None
 
     @property
     def name(self) -> str:
         """Return it in words."""
         replica = f" replica={self.replica}" if self.replica > 1 else ""
-        return f"{self.model} {self.topology} expert={self.expert}{replica}"
+        precision = f" {self.precision}" if self.precision else ""
+        return f"{self.model} {self.topology} expert={self.expert}{replica}{precision}"
 
     @property
     def beside(self) -> MaxTextRow:
@@ -56,6 +58,7 @@ TABLE = (
     Row("mixtral-8x7b", "v5p:4x4x4", 8),
     Row("mixtral-8x7b", "v6e:8x8"),
     Row("mixtral-8x7b", "v6e:8x8", 8),
+    Row("mixtral-8x7b", "v6e:8x8", precision="int8"),
     Row("deepseek-v3", "v5p:16x16x16", 64, 8),  # 512 divides a dim of each of its weights, 4096 of few
 )
 
@@ -76,6 +79,7 @@ def config_of(row: Row):
     shape = shape_of(row)
     sizes = {name: getattr(shape, name) for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_experts")}
     sizes |= {"hidden": shape.hidden, "top_k": shape.top_k, "chunk": shape.expert_chunk, "dtype": jnp.bfloat16}
+    sizes |= {"precision": row.precision}
     if shape.latent is None:
         return moe.MoEConfig(**sizes, num_kv_heads=shape.kv_heads, balance=None)
     query, key, rope = shape.latent
@@ -152,7 +156,8 @@ def kernels(text: str, row: Row) -> dict[str, dict[str, float]]:
                 stem = re.sub(r"[.\d]+$", "", line.name)
                 inputs = [shapes[one] for one in operands(line) if one in shapes]
                 most = kernel_flops(line, inputs)
-                of_experts = most and "splash" not in stem  # megablox and ragged_dot, whose names jax and XLA choose
+                # megablox and ragged_dot, whose names jax and XLA choose, and shardopt's kernels of experts
+                of_experts = most and not re.match("splash|int8_(forward|gradient)", stem)
                 each = 2.0 * tokens * shape.top_k * shape.dim * shape.hidden if of_experts else most
                 one = found.setdefault(stem, {"calls": 0, "flops": 0.0, "most": 0.0})
                 one["calls"] += times

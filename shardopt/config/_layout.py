@@ -194,7 +194,7 @@ def _rounding_problem(leaf: jax.ShapeDtypeStruct | None, rounding: object) -> st
         return "not a leaf of a block"
     if not isinstance(rounding, Rounding):
         return f"{rounding!r} is not a so.nn.Rounding"
-    shape, summed = leaf.shape[1:], rounding.summed
+    shape, summed = leaf.shape[1 + rounding.experts :], rounding.summed
     if rounding.precision not in get_args(Precision):
         return f"unknown precision {rounding.precision!r}"
     for dtype in (leaf.dtype, rounding.dtype):
@@ -202,8 +202,8 @@ def _rounding_problem(leaf: jax.ShapeDtypeStruct | None, rounding: object) -> st
             return f"{jnp.dtype(dtype)} is not floating"
     if not is_integer(summed) or not 0 < summed < len(shape):
         return f"shape {shape} has no product that sums over its first {summed!r} dims"
-    if rounding.parts not in (1, shape[summed]):
-        return f"shape {shape} has {shape[summed]} parts, not parts={rounding.parts}"
+    if rounding.parts != 1 and (rounding.experts or rounding.parts != shape[summed]):
+        return f"shape {shape} has {1 if rounding.experts else shape[summed]} parts, not parts={rounding.parts}"
     return ""
 
 

@@ -24,16 +24,19 @@ class Rounding(NamedTuple):
       summed: how many of the first dims of the weight the product sums over. The others are channels.
       parts: the size of the first dim of channels if the result of the product begins with this dim, such as gate and up; else 1.
       dtype: the dtype that the model casts the weight to before it is rounded; None keeps the dtype that it has.
+      experts: whether the first dim counts experts, whose weights `so.nn.mixture_of_experts` reads; `summed` counts the dims
+        after it, and `parts` is 1.
 
     Example:
       >>> Rounding("int8", summed=2)  # of the weight [H, K, D] in the product "bthk,hkd->btd"
-      Rounding(precision='int8', summed=2, parts=1, dtype=None)
+      Rounding(precision='int8', summed=2, parts=1, dtype=None, experts=False)
     """
 
     precision: Precision
     summed: int = 1
     parts: int = 1
     dtype: DTypeLike | None = None
+    experts: bool = False
 
 
 def eight_bits(precision: Precision) -> tuple[DTypeLike, float]:
@@ -49,7 +52,8 @@ def inverse(scale: Array) -> Array:
 class Form(NamedTuple):
     """How a weight is a matrix whose rows are shared out among devices.
 
-    With K summed dims together, C parts and N channels of a part, the matrix is [K, C N], or [N, C K] by channel.
+    With K summed dims together, C parts and N channels of a part, the matrix is [K, C N], or [N, C K] by channel. The parts of
+    experts are the experts.
 
     Attributes:
       shape: the shape of the weight.
@@ -61,21 +65,33 @@ class Form(NamedTuple):
     rounding: Rounding
     by_channel: bool
 
+    def here(self, shard: Array) -> "Form":
+        """Return the form of a weight on a device that has the experts of a shard."""
+        return self._replace(shape=(shard.shape[0], *self.shape[1:])) if self.rounding.experts else self
+
+    @property
+    def num_parts(self) -> int:
+        """C."""
+        return self.shape[0] if self.rounding.experts else self.rounding.parts
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The dims of the weight in the order of the matrix: summed dims, then parts and channels; by channel the last dim first."""
+        dims, summed = tuple(range(len(self.shape))), self.rounding.summed
+        if self.rounding.experts:
+            dims = (*dims[1 : summed + 1], 0, *dims[summed + 1 :])
+        return (dims[-1], *dims[summed:-1], *dims[:summed]) if self.by_channel else dims
+
     def matrix(self, weight: Array) -> Array:
         """Return a weight, or a shard of it, as a matrix, or the rows of a matrix."""
-        summed, num_dims = self.rounding.summed, len(self.shape)
-        if not self.by_channel:
-            return weight.reshape(-1, math.prod(self.shape[summed:]))
-        order = (num_dims - 1, *range(summed, num_dims - 1), *range(summed))
-        return jnp.transpose(weight, order).reshape(weight.shape[-1], -1)
+        rows = self.rounding.summed if not self.by_channel else 1
+        ordered = jnp.transpose(weight, self.order)
+        return ordered.reshape(math.prod(ordered.shape[:rows]), -1)
 
     def weight(self, matrix: Array) -> Array:
         """Return the weight, or a shard of it, from a matrix or rows of it."""
-        summed, num_dims = self.rounding.summed, len(self.shape)
-        if not self.by_channel:
-            return matrix.reshape(-1, *self.shape[1:])
-        rows = matrix.reshape(-1, *self.shape[summed:-1], *self.shape[:summed])
-        return jnp.transpose(rows, (*range(num_dims - summed, num_dims), *range(1, num_dims - summed), 0))
+        ordered = matrix.reshape(-1, *[self.shape[dim] for dim in self.order[1:]])
+        return jnp.transpose(ordered, sorted(range(ordered.ndim), key=self.order.__getitem__))
 
     def round_rows(
         self, rows: Float[Array, "r S"], maximum: Callable[[Array], Array]
@@ -87,7 +103,7 @@ class Form(NamedTuple):
           maximum: returns the maximum over devices. It is called if rows are summed, since a channel is on all devices then.
         """
         dtype, largest = eight_bits(self.rounding.precision)
-        wide, parts = rows.astype(wide_dtype(rows.dtype)), self.rounding.parts
+        wide, parts = rows.astype(wide_dtype(rows.dtype)), self.num_parts
         if self.by_channel:
             wide = wide.reshape(len(rows), parts, -1)
             scale = jnp.max(jnp.abs(wide), axis=2, keepdims=True) / largest
@@ -100,10 +116,11 @@ class Form(NamedTuple):
 
 def form_of(shape: tuple[int, ...], dim: int, rounding: Rounding) -> Form | None:
     """Return the form of a weight that is sharded over a dim; None if the shards are rows of no such matrix."""
-    if dim == 0:
-        return Form(shape, rounding, by_channel=False)
-    is_last_of_parts = math.prod(shape[rounding.summed : -1]) == rounding.parts and dim == len(shape) - 1
-    return Form(shape, rounding, by_channel=True) if is_last_of_parts else None
+    by_summed, by_channel = (Form(shape, rounding, by_channel) for by_channel in (False, True))
+    if dim == by_summed.order[0]:
+        return by_summed
+    is_last_of_parts = math.prod(shape[i] for i in by_summed.order[rounding.summed : -1]) == by_channel.num_parts
+    return by_channel if is_last_of_parts and dim == by_channel.order[0] else None
 
 
 @jax.tree_util.register_dataclass
@@ -114,8 +131,8 @@ class RoundedWeight:
     Attributes:
       numbers: the matrix, as int8; for "fp8" these are the bits, since functions that cast floats would change floats.
       scale: the factors of its channels, [1, C N], or [N, C] by channel.
-      zeros: a matrix of zeros for each part, [K, N], or [N, K] by channel. No product reads them. Their gradients are the
-        gradients of the weight.
+      zeros: a matrix of zeros for each part, [K, N], or [N, K] by channel; experts have one for all. No product reads them. Their
+        gradients are the gradients of the weight.
       form: how the matrix is the weight.
     """
 
@@ -178,8 +195,9 @@ class RoundedWeight:
 
     def unpacked(self) -> tuple[Shaped[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
         """Return the numbers in the shape of the weight, the scales in the shape of its channels, and the zeros as a weight."""
-        scale = self.scale.T if self.form.by_channel else self.scale
-        channels = scale.reshape(self.shape[self.form.rounding.summed :])
+        scale, form = self.scale.T if self.form.by_channel else self.scale, self.form
+        dims = form._replace(by_channel=False).order[form.rounding.summed :]
+        channels = scale.reshape([self.shape[dim] for dim in dims])
         numbers = jax.lax.bitcast_convert_type(self.numbers, eight_bits(self.form.rounding.precision)[0])
         return self.form.weight(numbers), channels, self.form.weight(joined(self.zeros))
 

@@ -149,8 +149,11 @@ def roundings(config: DecoderConfig) -> dict[str, Rounding]:
     rounded |= {f"mlp/{name}": rounding for name in ("gate", "up", "down")}
     if config.fused:
         rounded["mlp/up"] = rounding._replace(parts=1 + config.gated)
+    if config.experts is not None:
+        rounded |= {f"experts/{name}": rounding._replace(experts=True) for name in ("gate", "up", "down")}
+        rounded |= {f"shared/{name}": rounding for name in ("gate", "up", "down")}
     parts = block_shapes(config, dense=config.experts is None)
-    return {path: rounded[path] for path in rounded if path.split("/")[1] in parts[path.split("/")[0]]}
+    return {path: rounded[path] for path in rounded if path.split("/")[1] in parts.get(path.split("/")[0], {})}
 
 
 def apply_block(config: DecoderConfig, weights: Params, stream: Stream) -> Stream:
@@ -514,6 +517,7 @@ def _experts(
         scale=experts.scale,
         shared=None if experts.shared_gate else weights.get("shared"),
         chunk=experts.chunk,
+        precision=config.precision,
         activation=ACTIVATIONS[config.activation],
     )
     if experts.shared_gate:

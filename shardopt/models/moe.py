@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from shardopt.core._block_model import BlockModel
 from shardopt.core._block_remat import Remat
 from shardopt.core._errors import format_error, plural
+from shardopt.core._rounded_weight import Precision
 from shardopt.models import decoder
 from shardopt.models._decoder_config import Balance, BlockKind, DecoderConfig, Experts, not_positive
 from shardopt.models._inputs import Params, Tokens
@@ -71,6 +72,8 @@ class MoEConfig:
       tied: whether the embedding is also the output projection; otherwise that is the leaf "head".
       param_dtype: dtype that `init` creates.
       dtype: dtype of activations and of all products except the router's; None is the dtype of the parameters that the loss gets.
+      precision: precision of products with block weights except the router's, as in `so.nn.quantized_einsum` and
+        `so.nn.mixture_of_experts`; None is `dtype`.
 
     Raises:
       ValueError: if a size is not positive; if heads do not divide or have odd width; if top_k is above num_experts; if latent
@@ -107,6 +110,7 @@ class MoEConfig:
     tied: bool = False
     param_dtype: DTypeLike = jnp.float32
     dtype: DTypeLike | None = None
+    precision: Precision | None = None
 
     def __post_init__(self):
         names = ("vocab_size", "dim", "num_layers", "num_heads", "num_experts", "top_k", "hidden")
@@ -154,7 +158,7 @@ class MoEConfig:
     def decoder(self) -> DecoderConfig:
         """This model as a decoder."""
         names = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "latent", "loss_chunk", "max_length")
-        names += ("norm_epsilon", "tied", "param_dtype", "dtype")
+        names += ("norm_epsilon", "tied", "param_dtype", "dtype", "precision")
         experts = (
             "top_k",
             "hidden",

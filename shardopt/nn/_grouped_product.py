@@ -6,6 +6,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from shardopt.core._types import wide_dtype
@@ -31,10 +32,11 @@ def grouped_product(
     memory of a core. Only the arguments are stored for the backward pass. On v5p from jax 0.12 on, `jax.lax.ragged_dot` is one
     kernel. On other TPUs `ragged_dot` is dense (flops times E), so Pallas megablox is used. On CPU it is a loop over tiles of rows.
     """
-    return _run(_implementation(), rows, weights, sizes)
+    return _run(implementation(), rows, weights, sizes)
 
 
-def _implementation() -> Implementation:
+def implementation() -> Implementation:
+    """Return how products are computed on the devices at hand."""
     device_kind = device_kind_or_default()
     if device_kind == "cpu":
         return "blocks"
@@ -45,27 +47,33 @@ def _implementation() -> Implementation:
     return "megablox" if dense else "ragged_dot"
 
 
-def _product(
-    implementation: Implementation, rows: Array, weights: Array, sizes: Array, *, transposed: bool = False
+def multiply_groups(
+    implementation: Implementation,
+    rows: Array,
+    weights: Array,
+    sizes: Array,
+    *,
+    transposed: bool = False,
+    dtype: DTypeLike | None = None,
 ) -> Array:
-    """Return the grouped product with the weights, or with their transposes."""
+    """Return the grouped product with the weights, or with their transposes, in a dtype; None is that of the rows."""
+    dtype = rows.dtype if dtype is None else dtype
     if implementation == "blocks":
-        return marked(GROUPED_PRODUCT, functools.partial(_product_in_tiles, transposed=transposed))(
-            rows, weights, sizes
-        )
+        run = functools.partial(_product_in_tiles, transposed=transposed, dtype=dtype)
+        return marked(GROUPED_PRODUCT, run)(rows, weights, sizes)
     if implementation == "ragged_dot":
         dims = lax.RaggedDotDimensionNumbers((((1,), (2 if transposed else 1,)), ((), ())), [0], [0])
-        out = lax.ragged_dot_general(rows, weights, sizes, dims, preferred_element_type=rows.dtype)
+        out = lax.ragged_dot_general(rows, weights, sizes, dims, preferred_element_type=dtype)
     else:
         from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
         tiles = _tiles(rows.dtype, rows.shape[0], sizes.shape[0], rows.shape[1], weights.shape[1 if transposed else 2])
         padded_rows = _padded(rows, tiles[0])
-        out = gmm(padded_rows, weights, sizes, rows.dtype, tiles, transpose_rhs=transposed)[: rows.shape[0]]
+        out = gmm(padded_rows, weights, sizes, jnp.dtype(dtype), tiles, transpose_rhs=transposed)[: rows.shape[0]]
     return jnp.where(jnp.arange(rows.shape[0])[:, None] < jnp.sum(sizes), out, 0)
 
 
-def _outer(implementation: Implementation, rows: Array, grads: Array, sizes: Array) -> Array:
+def multiply_by_group(implementation: Implementation, rows: Array, grads: Array, sizes: Array) -> Array:
     """Return [E, D, F], the sum over each group's rows of rows[i] outer grads[i], in the dtype of the rows."""
     if implementation == "blocks":
         return marked(GROUPED_PRODUCT, _outer_in_tiles)(rows, grads, sizes).astype(rows.dtype)
@@ -80,18 +88,18 @@ def _outer(implementation: Implementation, rows: Array, grads: Array, sizes: Arr
 
 
 def _forward(implementation: Implementation, rows: Array, weights: Array, sizes: Array) -> tuple[Array, tuple]:
-    return _product(implementation, rows, weights, sizes), (rows, weights, sizes)
+    return multiply_groups(implementation, rows, weights, sizes), (rows, weights, sizes)
 
 
 def _backward(
     implementation: Implementation, residuals: tuple[Array, Array, Array], grads: Array
 ) -> tuple[Array, Array, None]:
     rows, weights, sizes = residuals
-    d_rows = _product(implementation, grads, weights, sizes, transposed=True)
-    return d_rows, _outer(implementation, rows, grads, sizes), None
+    d_rows = multiply_groups(implementation, grads, weights, sizes, transposed=True)
+    return d_rows, multiply_by_group(implementation, rows, grads, sizes), None
 
 
-_run = jax.custom_vjp(_product, nondiff_argnums=(0,))
+_run = jax.custom_vjp(multiply_groups, nondiff_argnums=(0,))
 _run.defvjp(_forward, _backward)
 
 
@@ -125,7 +133,7 @@ def _visits(num_rows: int, sizes: Array) -> tuple[int, Array, Array, Array, Arra
     return tile, tile_ends[-1], group, first, ends[group]
 
 
-def _product_in_tiles(rows: Array, weights: Array, sizes: Array, transposed: bool) -> Array:
+def _product_in_tiles(rows: Array, weights: Array, sizes: Array, transposed: bool, dtype: DTypeLike) -> Array:
     """Return the product by a loop over tiles; a tile may write beyond its group, and the next tile overwrites these rows."""
     M = rows.shape[0]
     tile, count, group, first, end = _visits(M, sizes)
@@ -138,7 +146,7 @@ def _product_in_tiles(rows: Array, weights: Array, sizes: Array, transposed: boo
         in_group = first[i] + jnp.arange(tile)[:, None] < end[i]
         return lax.dynamic_update_slice_in_dim(out, jnp.where(in_group, tile_product, 0).astype(out.dtype), first[i], 0)
 
-    out = jnp.zeros((M + tile, weights.shape[1 if transposed else 2]), rows.dtype)
+    out = jnp.zeros((M + tile, weights.shape[1 if transposed else 2]), dtype)
     return lax.fori_loop(0, count, multiply_tile, out)[:M]
 
 

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -135,8 +135,12 @@ def call_kernel(
     flops: int = 0,
     scratch_shapes: Any = (),
     sequential: int = 0,
+    scalars: Sequence[Array] = (),
 ) -> Any:
-    """Run a kernel; the last `sequential` dims of its grid run in order, and the others on any core."""
+    """Run a kernel; the last `sequential` dims of its grid run in order, and the others on any core.
+
+    `scalars` are arrays of integers that it gets before the inputs, and index maps after the indices of the grid.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -144,15 +148,18 @@ def call_kernel(
     bytes_accessed = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in (*inputs, *out_shape))
     call = pl.pallas_call(
         kernel,
-        grid=grid,
-        in_specs=in_specs,
-        out_specs=out_specs,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=grid,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            scratch_shapes=scratch_shapes,
+        ),
         out_shape=out_shape,
-        scratch_shapes=scratch_shapes,
         compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=vmem()),
         cost_estimate=pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=bytes_accessed),
         name=name,
         interpret=not device_kind_or_default().startswith("TPU"),
     )
     # jax 0.10 keeps a kernel whose results nothing reads, and drops a jitted function
-    return jax.jit(call)(*inputs)
+    return jax.jit(call)(*scalars, *inputs)

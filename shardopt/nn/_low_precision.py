@@ -288,7 +288,7 @@ def _without(letters: str, removed: str) -> str:
     return "".join(letter for letter in letters if letter not in removed)
 
 
-def _dtypes(precision: Precision) -> tuple[DTypeLike, DTypeLike]:
+def dtypes_of(precision: Precision) -> tuple[DTypeLike, DTypeLike]:
     """Return the dtype of activations and weights, and the dtype of gradients."""
     return eight_bits(precision)[0], jnp.int8 if precision == "int8" else jnp.float8_e5m2
 
@@ -299,13 +299,13 @@ def _by_xla(product: Product, x: Array, weight: Array) -> Array:
 
 
 def _forward(product: Product, x: Array, weight: Array) -> tuple[Array, tuple[Array, ...]]:
-    rounded = _round(weight, product.weight, product.channels, _dtypes(product.precision)[0])
+    rounded = round_array(weight, product.weight, product.channels, dtypes_of(product.precision)[0])
     return _multiply_rounded(product, x, weight.dtype, rounded)
 
 
 def _multiply_rounded(product: Product, x: Array, dtype: DTypeLike, weight: Rounded) -> tuple[Array, tuple[Array, ...]]:
     """Return the product with a rounded weight, and the residuals of its gradients."""
-    rounded_x = _round(x, product.x, product.tokens, _dtypes(product.precision)[0])
+    rounded_x = round_array(x, product.x, product.tokens, dtypes_of(product.precision)[0])
     y = _multiply(rounded_x, product.x, weight, product.weight, product.out)
     y = _scaled(_scaled(y, product.out, rounded_x), product.out, weight)
     kept_x = jnp.zeros(0, x.dtype) if product.rounds_weight_gradient else x
@@ -315,16 +315,16 @@ def _multiply_rounded(product: Product, x: Array, dtype: DTypeLike, weight: Roun
 
 def _backward(product: Product, residuals: tuple[Array, ...], grad: Array) -> tuple[Array, Array]:
     x, like_weight, qx, x_scale, qw, weight_scale = residuals
-    _, dtype = _dtypes(product.precision)
+    _, dtype = dtypes_of(product.precision)
     wide = grad.astype(wide_dtype(grad.dtype))
     rounded_x, rounded_weight = Rounded(qx, x_scale, product.tokens), Rounded(qw, weight_scale, product.channels)
-    rounded = _round(_scaled(wide, product.out, rounded_weight), product.out, product.tokens, dtype)
+    rounded = round_array(_scaled(wide, product.out, rounded_weight), product.out, product.tokens, dtype)
     dx = _scaled(_multiply(rounded, product.out, rounded_weight, product.weight, product.x), product.x, rounded)
     factors = x, grad
     if product.rounds_weight_gradient:
         kept = product.tokens[:-1] + product.channels
         scaled_grad = _scaled(wide, product.out, rounded_x)
-        rounded = _round(scaled_grad, product.out, kept, dtype, maximum=_row_maximum)
+        rounded = round_array(scaled_grad, product.out, kept, dtype, maximum=_row_maximum)
         factors = qx, _scaled(rounded.numbers.astype(wide.dtype), product.out, rounded)
     factors = (factor.astype(grad.dtype) for factor in factors)
     dw = jnp.einsum(f"{product.x},{product.out}->{product.weight}", *factors)
@@ -371,7 +371,7 @@ def _row_maximum(a: Array, dims: tuple[int, ...]) -> Array:
     return maximum_over(_maximum(a, dims), axes) if axes else _maximum(a, dims)
 
 
-def _round(
+def round_array(
     a: Array,
     letters: str,
     kept: str,

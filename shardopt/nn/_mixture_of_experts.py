@@ -3,10 +3,10 @@
 Suffixes: B sequences, T positions, D width, E experts, K experts that a token goes to, F hidden units of an expert.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -18,10 +18,13 @@ from jaxtyping import Array, Float
 from shardopt.collectives._per_device import TENSOR
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, error_text, format_error
+from shardopt.core._rounded_weight import Precision, RoundedWeight
 from shardopt.core._types import wide_dtype
 from shardopt.mesh import axes_of_role, is_analysed, mesh_under_trace, not_manual_axes
 from shardopt.nn._dispatch import combine, plan_exchange, send, sorted_by_expert, spread
+from shardopt.nn._expert_product import Sharded, expert_products
 from shardopt.nn._grouped_product import grouped_product
+from shardopt.nn._low_precision import check_precision, quantized_einsum
 from shardopt.nn._low_rank import as_array
 from shardopt.nn._order import CONTEXT
 from shardopt.nn._router import RouterStatistics, Routing, Score, dense_weights, route
@@ -51,6 +54,7 @@ def mixture_of_experts(
     shared: Mapping[str, Array] | None = None,
     activation: Activation = jax.nn.silu,
     chunk: int | None = None,
+    precision: Precision | None = None,
 ) -> tuple[Float[Array, "B T D"], RouterStatistics]:
     """Send each token through the K experts with its highest scores, and return the weighted sum of their outputs.
 
@@ -80,6 +84,8 @@ def mixture_of_experts(
       shared: an expert [D, F'], [F', D] that every token goes through with weight 1; F' need not be F.
       activation: the activation of the hidden units.
       chunk: how many tokens of a device are dispatched at a time. None: all.
+      precision: "int8" or "fp8" multiplies in 8 bits, as `quantized_einsum` does. A token has a scale, and so has a channel of
+        an expert. The gradients of the experts' weights are not rounded, since devices share their rows. None: the dtype of x.
 
     Returns:
       (y, statistics): y is [B, T, D] in the dtype of x. statistics is a `RouterStatistics` of the choices of each row: load and
@@ -89,7 +95,7 @@ def mixture_of_experts(
       TypeError: if top_k or chunk is not an integer, or weights have another dtype than x.
       ValueError: if a shape does not fit, or weights have neither E nor E/X experts.
       ValueError: if a number is not positive, top_k is above the number of open experts, `groups` does not divide E, or the
-        score is unknown.
+        score or the precision is unknown.
       ValueError: if `capacity_factor` is used over a context axis, which splits rows.
 
     Example:
@@ -136,6 +142,7 @@ def mixture_of_experts(
     weights = {name: as_array(weight) for name, weight in weights.items()}
     shared = shared and {name: as_array(weight) for name, weight in shared.items()}
     routing = Routing(top_k, score, normalize, groups, scale, capacity_factor)
+    check_precision("mixture_of_experts", precision)
     with calling("mixture_of_experts"):
         _check_arrays(weights, x, router, shared, (bias, router_bias))
         routing.check(E)
@@ -157,11 +164,12 @@ def mixture_of_experts(
     if is_analysed():
         y, statistics = _analysed_experts(inputs, routing, activation)
     else:
-        run_experts = functools.partial(_route_and_run, _Settings(routing, activation, chunk))
+        run_experts = functools.partial(_route_and_run, _Settings(routing, activation, chunk, precision))
         y, statistics = _on_each_device(run_experts, inputs, expert_axes, travels=num_held < E)
     if shared is not None:
-        hidden = _hidden_units(shared, lambda name: jnp.einsum("btd,df->btf", x, shared[name]), activation)
-        y = y + jnp.einsum("btf,fd->btd", hidden.astype(x.dtype), shared["down"])
+        product = functools.partial(quantized_einsum, precision=precision)
+        hidden = _hidden_units(shared, lambda name: product("btd,df->btf", x, shared[name]), activation)
+        y = y + product("btf,fd->btd", hidden.astype(x.dtype), shared["down"])
     return y, statistics
 
 
@@ -175,24 +183,28 @@ class _Inputs(NamedTuple):
     router_bias: Array | None
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _Settings:
     """The settings of a layer of experts; see `mixture_of_experts`."""
 
     routing: Routing
     activation: Activation
     chunk: int | None
+    precision: Precision | None
+    tensor_axes: tuple[str, ...] = ()
+    """The mesh axes that shard hidden units."""
 
 
 def _route_and_run(
-    settings: _Settings, axes: tuple[str, ...], inputs: _Inputs
+    settings: _Settings, axes: tuple[str, ...], tensor_axes: tuple[str, ...], inputs: _Inputs
 ) -> tuple[Float[Array, "B T D"], RouterStatistics]:
     """Run in a region that is manual over every axis: arrays are shards of one device, and rows travel over `axes`, if any."""
     weights, x, router, *biases = inputs
     B, T, D = x.shape
+    settings = dataclasses.replace(settings, tensor_axes=tensor_axes)
     routes, chunk = route(settings.routing, x, router, *biases), settings.chunk
     E, N, K = router.shape[1], B * T, routes.experts.shape[2]
-    run_experts = functools.partial(_dispatch_and_combine, settings.activation, axes, E, weights)
+    run_experts = functools.partial(_dispatch_and_combine, settings, axes, E, weights)
     flat_tokens = x.reshape(N, D), routes.experts.reshape(N, K), routes.weights.reshape(N, K)
     if chunk is None or chunk >= N:
         return run_experts(*flat_tokens).reshape(B, T, D), routes.statistics
@@ -208,7 +220,7 @@ def _route_and_run(
 
 
 def _dispatch_and_combine(
-    activation: Activation,
+    settings: _Settings,
     axes: tuple[str, ...],
     num_experts: int,
     weights: Weights,
@@ -223,21 +235,24 @@ def _dispatch_and_combine(
     scales = spread(scales.reshape(n * K, 1), order, inverse)
     if not axes:
         rows = checkpoint_name(rows, ARRIVED)
-        return combine(_run_experts(activation, weights, rows, scales, sizes), order, inverse, n)
+        return combine(_run_experts(settings, weights, rows, scales, sizes), order, inverse, n)
     exchange = plan_exchange(axes, sizes)
     devices, num_local = jax.lax.axis_size(axes), weights["up"].shape[0]
     max_rows = min(K, num_local) * n
     send_to_experts = lambda a: send(axes, max_rows, devices * max_rows, a, exchange.to_experts, exchange.to_tokens)  # noqa: E731
     rows, scales = checkpoint_name((send_to_experts(rows), send_to_experts(scales)), ARRIVED)
-    out = _run_experts(activation, weights, rows, scales, exchange.sizes)
+    out = _run_experts(settings, weights, rows, scales, exchange.sizes)
     return combine(send(axes, max_rows, n * K, out, exchange.to_tokens, exchange.to_experts), order, inverse, n)
 
 
-def _run_experts(activation: Activation, weights: Weights, rows: Array, scales: Array, sizes: Array) -> Array:
+def _run_experts(settings: _Settings, weights: Weights, rows: Array, scales: Array, sizes: Array) -> Array:
     """Return the output of each row's expert, times the row's scale [M, 1]."""
     bias_rows = lambda name, rows: grouped_product(rows, weights[f"{name}_bias"][:, None], sizes)  # noqa: E731
     ones = jnp.ones((rows.shape[0], 1), rows.dtype)
-    first_products = {name: grouped_product(rows, weights[name], sizes) for name in ("gate", "up") if name in weights}
+    names = [name for name in ("gate", "up") if name in weights]
+    run = functools.partial(expert_products, sizes=sizes, precision=settings.precision)
+    products = run(rows, [weights[name] for name in names], sharded=Sharded(channels=settings.tensor_axes))
+    first_products = dict(zip(names, products, strict=True))
     for name in first_products:
         if f"{name}_bias" in weights:
             first_products[name] += bias_rows(name, ones)
@@ -246,8 +261,8 @@ def _run_experts(activation: Activation, weights: Weights, rows: Array, scales: 
     @jax.checkpoint
     def down(first_products: Weights, scales: Array, weights: Array) -> Array:
         # The last product is linear, so scales can multiply its input. Then their gradient does not need its output.
-        hidden = _hidden_units(first_products, lambda name: first_products[name], activation) * scales
-        return grouped_product(hidden.astype(weights.dtype), weights, sizes)
+        hidden = _hidden_units(first_products, lambda name: first_products[name], settings.activation) * scales
+        return run(hidden.astype(weights.dtype), [weights], sharded=Sharded(summed=settings.tensor_axes))[0]
 
     out = down(first_products, scales, weights["down"])
     return out + bias_rows("down", scales.astype(rows.dtype)) if "down_bias" in weights else out
@@ -289,7 +304,7 @@ def _analysed_experts(inputs: _Inputs, routing: Routing, activation: Activation)
 
 
 def _on_each_device(
-    run: Callable[[tuple[str, ...], _Inputs], tuple[Array, RouterStatistics]],
+    run: Callable[[tuple[str, ...], tuple[str, ...], _Inputs], tuple[Array, RouterStatistics]],
     inputs: _Inputs,
     axes: tuple[str, ...],
     *,
@@ -299,21 +314,28 @@ def _on_each_device(
     mesh, weights = mesh_under_trace(), inputs.weights
     auto_axes = {axis for axis in not_manual_axes() if mesh.shape[axis] > 1}
     if not auto_axes:
-        return run(axes if travels else (), inputs)
+        return run(axes if travels else (), (), inputs)
     row_axes = tuple(axis for role in ("replica", "data", EXPERT) for axis in axes_of_role(role) if axis in auto_axes)
     context_axes = tuple(axis for axis in axes_of_role(CONTEXT) if axis in auto_axes)
     tensor_axes = tuple(axis for axis in axes_of_role(TENSOR) if axis in auto_axes)
-    if weights["up"].shape[2] % math.prod(mesh.shape[axis] for axis in tensor_axes):
+    is_rounded = any(isinstance(weight, RoundedWeight) for weight in weights.values())
+    if is_rounded or weights["up"].shape[2] % math.prod(mesh.shape[axis] for axis in tensor_axes):
         tensor_axes = ()
     # replicated experts are split over their axis if its size divides them: slicing a replicated array costs nothing
     splits_experts = (
-        axes and set(axes) <= auto_axes and inputs.router.shape[1] % math.prod(mesh.shape[axis] for axis in axes) == 0
+        not is_rounded
+        and axes
+        and set(axes) <= auto_axes
+        and inputs.router.shape[1] % math.prod(mesh.shape[axis] for axis in axes) == 0
     )
     expert_spec, hidden_spec = (axes if splits_experts else None), tensor_axes or None
     inner_spec = PartitionSpec(expert_spec, None, hidden_spec)
     specs_by_name = {"down": PartitionSpec(expert_spec, hidden_spec, None), "down_bias": PartitionSpec(expert_spec)}
     specs_by_name |= dict.fromkeys(("gate_bias", "up_bias"), PartitionSpec(expert_spec, hidden_spec))
-    specs = {name: specs_by_name.get(name, inner_spec) for name in weights}
+    specs = {
+        name: PartitionSpec() if isinstance(weight, RoundedWeight) else specs_by_name.get(name, inner_spec)
+        for name, weight in weights.items()
+    }
     if "down_bias" in weights:  # each tensor shard adds its part
         num_shards = math.prod(mesh.shape[axis] for axis in tensor_axes)
         inputs = inputs._replace(weights={**weights, "down_bias": weights["down_bias"] / num_shards})
@@ -321,7 +343,7 @@ def _on_each_device(
     dispatch_axes = axes if travels or splits_experts else ()
 
     def region(*arrays: Any) -> tuple[Array, RouterStatistics]:
-        y, statistics = run(dispatch_axes, _Inputs(*arrays))
+        y, statistics = run(dispatch_axes, tensor_axes, _Inputs(*arrays))
         if context_axes:
             statistics = jax.tree.map(lambda array: jax.lax.pmean(array, context_axes), statistics)
         return y[None], statistics

@@ -91,6 +91,10 @@ TABLE += [
     ("fsdp", {"expert": 2, "context": 2}, {"latent": LATENT, "num_kv_heads": None}, {}),
     ("zero1", {"expert": 2, "data": 2, "tensor": 2}, {"latent": LATENT, "num_kv_heads": None}, {"micro_batches": 2}),
     ("hybrid", {"expert": 2, "pipeline": 2}, {"latent": LATENT, "num_kv_heads": None}, {"micro_batches": 2}),
+    ("fsdp", {"expert": 2, "context": 2}, {"precision": "int8", "chunk": 5}, {"micro_batches": 2}),
+    ("zero2", {"expert": 2, "data": 2, "tensor": 2}, {"precision": "fp8"}, {}),
+    ("hybrid", {"expert": 2, "pipeline": 2}, {"precision": "int8"}, {"micro_batches": 2}),
+    ("global", {"expert": 2, "data": 2, "tensor": 2}, {"precision": "int8"}, {}),
 ]
 
 

@@ -1,0 +1,169 @@
+"""Products of rows sorted by expert in 8 bits, with gradients: by kernels on TPU, and elsewhere of the same numbers by XLA.
+
+Suffixes: M rows, E experts, K summed dims, N channels.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from shardopt.collectives._rounded_gather import maximum_over
+from shardopt.core._errors import format_error
+from shardopt.core._rounded_weight import Form, Precision, RoundedWeight, Rounding
+from shardopt.core._types import wide_dtype
+from shardopt.mesh import device_kind_or_default
+from shardopt.nn._grouped_product import grouped_product, implementation, multiply_by_group, multiply_groups
+from shardopt.nn._int8_experts import Layout, int8_expert_product, round_by_expert
+from shardopt.nn._int8_product import MatrixWeight
+from shardopt.nn._kernel_tiles import LANES, kernels_run_on
+from shardopt.nn._low_precision import Rounded, dtypes_of, round_array
+
+
+class Sharded(NamedTuple):
+    """The mesh axes that shard the dims of a weight, whose scales are maxima over them.
+
+    Attributes:
+      summed: of the summed dim.
+      channels: of the channels.
+    """
+
+    summed: tuple[str, ...] = ()
+    channels: tuple[str, ...] = ()
+
+
+LOCAL = Sharded()
+
+
+class _Product(NamedTuple):
+    """The static part of a product; see `expert_products`."""
+
+    precision: Precision
+    sharded: Sharded
+
+
+def expert_products(
+    rows: Float[Array, "M K"],
+    weights: Sequence[Float[Array, "E K N"] | RoundedWeight],
+    sizes: Int[Array, " E"],
+    precision: Precision | None,
+    sharded: "Sharded",
+) -> list[Float[Array, "M N"]]:
+    """Return the product of each row and its expert's part of a weight, for each of some weights.
+
+    Args:
+      rows: sorted by expert, see `grouped_product`. Rows of no expert give 0.
+      weights: in the dtype of the rows; those that `BlockModel.rounded` names are rounded already.
+      sizes: rows of each expert.
+      precision: of `quantized_einsum`. A row has a scale, and so has a channel of an expert. The gradient of a weight is not
+        rounded.
+      sharded: the mesh axes that shard the dims of a weight.
+    """
+    for weight in weights:
+        if isinstance(weight, RoundedWeight):
+            _check_rounding(weight, precision)
+    if precision is None:
+        return [grouped_product(rows, cast(Array, weight), sizes) for weight in weights]
+    if sharded == LOCAL and _kernels_take(precision, weights):
+        rounded = round_by_expert(jax.lax.stop_gradient(rows), sizes)
+        operands = [_matrix_weight(weight) for weight in weights]
+        return [int8_expert_product(layout, rows, rounded, operand, sizes) for layout, operand in operands]
+    product = _Product(precision, sharded)
+    return [_by_xla(product, rows, *_unpacked(product, weight), sizes) for weight in weights]
+
+
+def _check_rounding(weight: RoundedWeight, precision: Precision | None) -> None:
+    """Refuse a weight that was rounded for another product.
+
+    Raises:
+      ValueError: if it was not rounded for experts with this precision, and each expert by its channels.
+    """
+    rounding = weight.form.rounding
+    if rounding._replace(dtype=None) != Rounding(precision or "int8", experts=True) or precision is None:
+        problem = f"a weight was rounded by {rounding}, and is used with precision {precision!r}."
+        fix = f"describe it as so.nn.Rounding({precision!r}, experts=True) in BlockModel.rounded, or take it out."
+        raise ValueError(format_error("mixture_of_experts", problem, fix=fix))
+
+
+def _kernels_take(precision: Precision, weights: Sequence[Array | RoundedWeight]) -> bool:
+    """Return whether the kernels for TPU run here, and take these weights."""
+    fits = not any(size % LANES for weight in weights for size in weight.shape[1:])
+    return precision == "int8" and fits and kernels_run_on(device_kind_or_default())
+
+
+def _matrix_weight(weight: Array | RoundedWeight) -> tuple[Layout, MatrixWeight]:
+    """Return a weight as kernels read it."""
+    if isinstance(weight, RoundedWeight):
+        scale = weight.scale.T if weight.form.by_channel else weight.scale
+        operand = MatrixWeight(weight.zeros, weight.numbers, scale.reshape(1, -1))
+        return Layout(weight.shape[0], weight.form.by_channel), operand
+    form = Form(weight.shape, Rounding("int8", experts=True), by_channel=False)
+    matrix = form.matrix(weight)
+    rounded = form.round_rows(jax.lax.stop_gradient(matrix), lambda largest: largest)
+    return Layout(weight.shape[0], by_channel=False), MatrixWeight((matrix,), *rounded)
+
+
+def _unpacked(product: _Product, weight: Array | RoundedWeight) -> tuple[Array, Array, Array]:
+    """Return an array that has the gradient of a weight, its numbers, and the scales [E, N] of its channels."""
+    if isinstance(weight, RoundedWeight):
+        numbers, scale, zeros = weight.unpacked()
+        return zeros, numbers, scale
+    maximum, dtype = _maximum_over(product.sharded.summed), dtypes_of(product.precision)[0]
+    rounded = round_array(jax.lax.stop_gradient(weight), "ekn", "en", dtype, maximum)
+    return weight, rounded.numbers, rounded.scale
+
+
+def _maximum_over(axes: tuple[str, ...]) -> Callable[[Array, tuple[int, ...]], Array]:
+    """Return the function of the largest absolute numbers over dims and mesh axes."""
+
+    def maximum(a: Array, dims: tuple[int, ...]) -> Array:
+        largest = jnp.max(jnp.abs(a), axis=dims, keepdims=True)
+        return maximum_over(largest, axes) if axes else largest
+
+    return maximum
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _by_xla(product: _Product, x: Array, zeros: Array, numbers: Array, scale: Array, sizes: Array) -> Array:
+    return _forward(product, x, zeros, numbers, scale, sizes)[0]
+
+
+def _forward(product: _Product, x: Array, zeros: Array, numbers: Array, scale: Array, sizes: Array) -> Any:
+    wide, dtype = x.astype(wide_dtype(x.dtype)), dtypes_of(product.precision)[0]
+    rounded = round_array(wide, "mk", "m", dtype, _maximum_over(product.sharded.summed))
+    y = _multiply(rounded, numbers, sizes) * scale[_expert_of_each_row(len(x), sizes)]
+    return y.astype(jnp.result_type(x.dtype, zeros.dtype)), (x, jnp.zeros(0, zeros.dtype), numbers, scale, sizes)
+
+
+def _backward(product: _Product, residuals: Any, grad: Array) -> tuple[Array | None, ...]:
+    x, like_weight, numbers, scale, sizes = residuals
+    scaled = grad.astype(wide_dtype(grad.dtype)) * scale[_expert_of_each_row(len(x), sizes)]
+    dtype = dtypes_of(product.precision)[1]
+    rounded = round_array(scaled, "mn", "m", dtype, _maximum_over(product.sharded.channels))
+    dx = _multiply(rounded, numbers, sizes, transposed=True)
+    dw = multiply_by_group(implementation(), x.astype(grad.dtype), grad, sizes)
+    return dx.astype(x.dtype), dw.astype(like_weight.dtype), None, None, None
+
+
+_by_xla.defvjp(_forward, _backward)
+
+
+def _multiply(rows: Rounded, numbers: Array, sizes: Array, *, transposed: bool = False) -> Array:
+    """Return the product of rounded rows and the experts' numbers, without the scales of channels; 0 for rows of no expert.
+
+    Numbers of 8 bits are exact in bfloat16. They are summed in the wide dtype of scales.
+    """
+    wide = rows.scale.dtype
+    narrow = wide if device_kind_or_default() == "cpu" else jnp.bfloat16
+    factors = rows.numbers.astype(narrow), numbers.astype(narrow)
+    sums = multiply_groups(implementation(), *factors, sizes, transposed=transposed, dtype=wide)
+    has_expert = jnp.arange(len(sums)) < jnp.sum(sizes)
+    return sums * jnp.where(has_expert, rows.scale, 0)[:, None]
+
+
+def _expert_of_each_row(num_rows: int, sizes: Int[Array, " E"]) -> Int[Array, " M"]:
+    found = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(num_rows), side="right")
+    return jnp.minimum(found, sizes.shape[0] - 1)

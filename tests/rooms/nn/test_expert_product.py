@@ -1,0 +1,181 @@
+"""Products of experts in 8 bits: their numbers by numpy, the same by kernels, and on any number of devices."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from support.host import host_params
+from support.reference import relative_difference
+
+import shardopt as so
+from shardopt.core._rounded_weight import RoundedWeight, Rounding, form_of
+from shardopt.models import moe
+from shardopt.nn import _expert_product
+from shardopt.nn._expert_product import LOCAL, expert_products
+from shardopt.nn._int8_experts import Visits
+
+SIZES = np.array([5, 0, 7, 2])  # one of the experts has no rows
+M, K, N = 16, 12, 6  # the last two rows are of no expert
+EXPERT_OF_ROW = np.repeat(np.arange(4), SIZES)
+LARGEST = {np.int8: 127, ml_dtypes.float8_e4m3fn: 448, ml_dtypes.float8_e5m2: 57344}
+
+
+def rounded(a, dim, dtype=np.int8):
+    """Return numbers in 8 bits and their scales, in numpy."""
+    scale = np.abs(a).max(dim, keepdims=True) / LARGEST[dtype]
+    scaled = a / np.where(scale == 0, 1, scale)
+    return np.round(scaled) if dtype is np.int8 else scaled.astype(dtype).astype(a.dtype), scale
+
+
+def draw(*shapes, dtype=np.float64):
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=shape).astype(dtype) for shape in shapes]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_numbers_are_those_of_the_formula(precision, x64):
+    x, w, g = draw((M, K), (4, K, N), (M, N))
+    product = lambda x, w: expert_products(x, [w], jnp.asarray(SIZES), precision, LOCAL)[0]  # noqa: E731
+    y, pull = jax.vjp(product, x, w)
+    dx, dw = pull(jnp.asarray(g))
+    own = (np.int8,) * 2 if precision == "int8" else (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
+    (qx, sx), (qw, sw) = rounded(x, 1, own[0]), rounded(w, 1, own[0])
+    rows, has_expert = EXPERT_OF_ROW, np.arange(M) < len(EXPERT_OF_ROW)
+    expected = np.zeros((M, N))
+    expected[has_expert] = np.einsum("mk,mkn->mn", (qx * sx)[has_expert], (qw * sw)[rows])
+    np.testing.assert_allclose(y, expected, rtol=1e-12, atol=1e-12)
+    expected = np.zeros((M, K))
+    qg, sg = rounded(g[has_expert] * sw[rows, 0], 1, own[1])  # the scales of channels are in the gradient before
+    expected[has_expert] = np.einsum("mn,mkn->mk", qg * sg, qw[rows])
+    np.testing.assert_allclose(dx, expected, rtol=1e-12, atol=1e-12)
+    expected = [x[has_expert][rows == e].T @ g[has_expert][rows == e] for e in range(4)]
+    np.testing.assert_allclose(dw, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.fast
+def test_rows_of_no_expert_give_zero_whatever_they_are():
+    """A buffer for rows of other devices holds what was there before."""
+    x, w = draw((M, K), (4, K, N), dtype=np.float32)
+    x[len(EXPERT_OF_ROW) :] = np.nan
+    (y,) = expert_products(jnp.asarray(x), [jnp.asarray(w)], jnp.asarray(SIZES), "fp8", LOCAL)
+    assert np.isfinite(y[: len(EXPERT_OF_ROW)]).all()
+    assert not np.any(y[len(EXPERT_OF_ROW) :])
+
+
+KERNEL_SIZES = ([300, 0, 212, 88], [0, 0, 0, 0], [700, 0, 0, 0], [1, 2, 3, 650])
+
+
+@pytest.mark.parametrize("dim", [None, 1, 2], ids=["rounds", "rounded by summed", "rounded by channel"])
+@pytest.mark.parametrize(
+    "sizes", [pytest.param(sizes, marks=[pytest.mark.slow] * (i > 0)) for i, sizes in enumerate(KERNEL_SIZES)]
+)
+def test_kernels_compute_the_same_numbers(sizes, dim, monkeypatch):
+    x, w, g = draw((700, 256), (4, 256, 128), (700, 128), dtype=np.float32)
+    x = np.round(x * 64) / 64  # far from the halves between two numbers of 8 bits
+    product = lambda x, w: expert_products(x, [w], jnp.asarray(sizes), "int8", LOCAL)[0]  # noqa: E731
+
+    def traced(w):
+        def run(x, w, g):
+            y, pull = jax.vjp(product, x, w)
+            return y, *pull(g)
+
+        return jax.jit(run).trace(x, w, g)
+
+    given = w
+    if dim is not None:
+        form = form_of(w.shape, dim, Rounding("int8", experts=True))
+        assert form.by_channel is (dim == 2)
+        numbers, scale = form.round_rows(form.matrix(w), lambda largest: largest)
+        given = RoundedWeight.of(numbers, scale, w.dtype, form)
+    expected = traced(w).lower().compile()(x, w, g)
+    monkeypatch.setattr(_expert_product, "device_kind_or_default", lambda: "TPU v6 lite")
+    by_kernels = traced(given)
+    for kernel in ("round_by_expert", "int8_expert_product", "gradient_of_experts"):
+        assert kernel in str(by_kernels.jaxpr)
+    y, dx, dw = by_kernels.lower().compile()(x, given, g)
+    dw = given.form.weight(dw.zeros[0]) if dim is not None else dw
+    for a, b in zip((y, dx, dw), expected, strict=True):
+        assert relative_difference(a, b) < 1e-3 or not np.any(b)  # a number may go the other way; a step is 1e-2
+    assert not np.any(y[sum(sizes) :])
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("by_expert", [False, True])
+def test_every_row_is_visited_once(by_expert):
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        experts, tile, free = rng.integers(1, 9), 2 ** rng.integers(2, 6), rng.integers(0, 40)
+        sizes = rng.integers(0, 60, experts) * rng.integers(0, 2, experts)
+        num_rows = int(sizes.sum() + free) or 1
+        visits = jax.device_get(Visits.of(jnp.asarray(sizes), num_rows, int(tile), by_expert=by_expert))
+        seen = [
+            (row, expert)
+            for at, expert, first, end in zip(*visits, strict=True)
+            for row in range(first, end)
+            if at * tile <= row < (at + 1) * tile
+        ]
+        assert sorted(seen) == list(enumerate(np.repeat(np.arange(experts), sizes)))
+        order = visits.expert if by_expert else visits.tile
+        assert (np.diff(order) >= 0).all()  # a block of the result is written in one go
+        assert set(order) == set(range(experts if by_expert else -(-num_rows // tile)))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("rounding", [Rounding("fp8", experts=True), Rounding("int8")])
+def test_a_weight_that_is_rounded_for_another_product_is_refused(rounding):
+    form = form_of((4, 128, 128), 0 if not rounding.experts else 1, rounding)
+    weight = RoundedWeight.of(jnp.zeros((128, 512), jnp.int8), jnp.ones((1, 512)), jnp.float32, form)
+    message = re.escape("describe it as so.nn.Rounding('int8', experts=True) in BlockModel.rounded, or take it out.")
+    with pytest.raises(ValueError, match=message):
+        expert_products(jnp.zeros((8, 128)), [weight], jnp.zeros(4, jnp.int32), "int8", LOCAL)
+
+
+CONFIG = moe.MoEConfig(
+    vocab_size=32, dim=16, num_layers=2, num_heads=4, num_experts=4, hidden=8, shared_hidden=4, precision="int8"
+)
+
+
+@pytest.mark.parametrize("sizes", [{"expert": 2, "data": 2}, {"data": 2, "tensor": 2}], ids=str)
+def test_many_devices_round_as_one(sizes, mesh_of, x64):
+    config = dataclasses.replace(CONFIG, param_dtype=jnp.float64)
+    tokens, leaves = np.random.default_rng(1).integers(0, 32, (4, 9)).astype(np.int32), {"frozen": moe.frozen}
+    tx, found = optax.sgd(0.3, momentum=0.9), []
+    one = so.ddp(tx, so.make_mesh(devices=jax.devices()[:1]), moe.model(config), view="global", **leaves)
+    leaves |= {"rules": moe.rules} if "tensor" in sizes else {"expert_leaves": moe.expert_leaves}
+    many = so.fsdp(tx, mesh_of(**sizes), moe.model(config), min_shard_elements=8, **leaves)
+    for opt in (many, one):
+        state = opt.init(host_params(moe.init, config))
+        for _ in range(2):
+            state, metrics = opt.step(state, {"tokens": tokens})
+        found.append((state.params, metrics["loss"]))
+    assert relative_difference(found[0][0], found[1][0]) <= 1e-10
+    np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-10)
+    if "expert" in sizes:
+        text = many.step.lower(state, {"tokens": tokens}).compile().as_text()
+        assert len(re.findall(r"= \(?s8\[\S* all-gather\(", text)) >= 3  # gate, up and down of the experts here
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_on_tpu_experts_multiply_in_eight_bits(topology):
+    config = dataclasses.replace(
+        CONFIG, dim=256, hidden=512, num_heads=2, shared_hidden=0, dtype=jnp.bfloat16, vocab_size=256
+    )
+    params = jax.eval_shape(functools.partial(moe.init, config), jax.random.key(0))
+    batch = {"tokens": jax.ShapeDtypeStruct((4, 257), jnp.int32)}
+    strategy = lambda mesh: so.fsdp(optax.adam(1e-3), mesh, moe.model(config, remat="full"), frozen=moe.frozen)  # noqa: E731
+    text = so.aot(strategy, params, batch, topology=topology).text
+    kernels = re.findall(r"%(int8_expert_product|round_by_expert|gradient_of_experts)[.\d]* = ", text)
+    assert {name: kernels.count(name) for name in set(kernels)} == {
+        "int8_expert_product": 8,  # three products, the first two of them twice, and three gradients of rows
+        "round_by_expert": 6,  # rows twice, hidden units, and three gradients
+        "gradient_of_experts": 3,
+    }
+    assert not re.search(r"bf16\[4,(256,512|512,256)\]\S* all-gather", text)
