@@ -175,6 +175,7 @@ def compared(row: Row, facts: dict[str, Any]) -> dict[str, Any]:
     """Return what is stated beside what was compiled."""
     import jax.numpy as jnp
 
+    from shardopt.models._decoder_block import roundings
     from shardopt.planning import Layout, parse_topology, predict, tile_overlap
     from shardopt.planning._costs import step_flops
     from shardopt.planning._layout import stored_bytes
@@ -183,6 +184,9 @@ def compared(row: Row, facts: dict[str, Any]) -> dict[str, Any]:
     half = {"gather_dtype": jnp.bfloat16, "scatter_dtype": jnp.bfloat16}
     layout = Layout(row.replica, chips // row.expert // row.replica, expert=row.expert, remat=True, **half)
     work, chip = shape_of(row).workload(), parse_topology(row.topology)[0]
+    rounded = roundings(config_of(row).decoder)  # the planner's transformer has other names
+    rounded = {path.removeprefix("attention/").replace("/", "_"): rounding for path, rounding in rounded.items()}
+    work = work._replace(rounded=rounded)
     told = predict(work, layout, hardware=chip, batch_size=chips, tx=optimizer())
     arguments = told.memory.params + told.memory.opt_state + stored_bytes((1, LENGTH + 1), 4)
     splash = sum(one["flops"] for name, one in facts["kernels"].items() if "splash" in name)
