@@ -10,6 +10,7 @@ import numpy as np
 
 from shardopt import nn
 from shardopt.core._rounded_weight import Precision
+from shardopt.nn._expert_product import LOCAL, expert_products
 from shardopt.nn._grouped_product import _run as grouped_product
 from shardopt.verify._rows import Devices, Measurement, NotRun, Row, agree, tolerance
 
@@ -76,6 +77,10 @@ def _run_groups(implementation: str) -> Callable[..., jax.Array]:
     return lambda rows, weights: grouped_product(implementation, rows, weights, jnp.asarray(_SIZES))
 
 
+def _run_experts(rows: jax.Array, weights: jax.Array) -> jax.Array:
+    return expert_products(rows, [weights], jnp.asarray(_SIZES), "int8", LOCAL)[0]
+
+
 def _draw_product(draw: np.random.Generator) -> tuple[np.ndarray, ...]:
     return draw.normal(size=(2, 128, 128)), draw.normal(size=(128, 128))
 
@@ -129,6 +134,7 @@ KERNELS = (
     Kernel("grouped product, megablox", _run_groups("megablox"), _plain_groups, _draw_groups, ("tpu",)),
     Kernel("grouped product, blocks", _run_groups("blocks"), _plain_groups, _draw_groups, ("cpu",)),
     Kernel("int8 product", _run_product("int8"), _plain_product, _draw_product, tolerance=_INT8_TOLERANCE),
+    Kernel("int8 product of experts", _run_experts, _plain_groups, _draw_groups, tolerance=_INT8_TOLERANCE),
     Kernel("fp8 product", _run_product("fp8"), _plain_product, _draw_product, tolerance=_FP8_TOLERANCE),
     Kernel("embedding", _run_embedding, _plain_embedding, lambda draw: (draw.normal(size=(64, 32)),), dtype="bfloat16"),
     Kernel(
