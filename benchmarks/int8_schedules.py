@@ -219,14 +219,14 @@ def moved_bytes(grid: tuple[int, ...], specs: list[Any], dtypes: list[Any]) -> i
 
 def programs() -> dict[str, tuple[Callable[..., Any], list[tuple[tuple[int, ...], str]]]]:
     """Return a function for each kernel and weight, and the shapes and dtypes of its arguments."""
-    from shardopt.nn import _int8_product as kernels
+    from shardopt.nn import _rounded_product as kernels
     from shardopt.nn._norm import gradient_of_norm, inverse_rms
     from shardopt.nn._rotary import rotate_halves
 
     T, wide = TOKENS, "bfloat16"
     found = {}
     for name, (K, N, C, heads_of_x, heads, by_channel) in WEIGHTS.items():
-        sizes = kernels.Sizes(C, heads, by_channel)
+        sizes = kernels.Sizes(C, heads, by_channel, "int8")
         matrix, scale = ((N, C * K) if by_channel else (K, C * N), "int8"), ((1, C * N), "float32")
         x, grad = ((1, heads_of_x, T, K // heads_of_x), wide), ((1, heads, T, N // heads), wide)
         rounded = lambda width: ((1, T, width), "int8")
@@ -246,15 +246,15 @@ def programs() -> dict[str, tuple[Callable[..., Any], list[tuple[tuple[int, ...]
                 lambda *arrays, sizes=sizes: kernels.gradient_of_weight(*arrays, sizes, dtype=wide),
                 [rounded(K), rounded(N), by_channel_scale],
             ),
-            ROUND_X: (lambda x: kernels.round_rows([x]), [x]),
-            ROUND_BY_TOKEN: (lambda scale, *grads: kernels.round_rows(grads, scale), [scale, *[grad] * C]),
-            ROUND_BY_CHANNEL: (kernels.round_columns, [grad, by_token]),
+            ROUND_X: (lambda x: kernels.round_rows([x], "int8"), [x]),
+            ROUND_BY_TOKEN: (lambda scale, *grads: kernels.round_rows(grads, "int8", scale), [scale, *[grad] * C]),
+            ROUND_BY_CHANNEL: (lambda grad, scale: kernels.round_columns(grad, "int8", scale), [grad, by_token]),
         }
         found |= {f"{kernel}, {name}": call for kernel, call in calls.items()}
     K, N, *_ = WEIGHTS["gate and up"]
-    norm = lambda x, scale: kernels.norm_and_round(x, scale, 1e-5)
+    norm = lambda x, scale: kernels.norm_and_round(x, scale, 1e-5, "int8")
     return found | {
-        f"{ROUND_WEIGHT}, gate and up": (kernels.rounded_matrix, [((K, N), wide)]),
+        f"{ROUND_WEIGHT}, gate and up": (lambda weight: kernels.rounded_matrix(weight, "int8"), [((K, N), wide)]),
         f"{NORM_AND_ROUND}, gate and up": (norm, [((1, T, K), wide), ((K,), wide)]),
         NORM: (lambda x: inverse_rms(x, 1e-5), [((1, T, K), wide)]),
         NORM_GRADIENT: (
@@ -271,7 +271,7 @@ def compile_programs(topology: str, folder: Path) -> None:
     import jax.numpy as jnp
 
     import shardopt as so
-    from shardopt.nn import _int8_product, _norm, _rotary
+    from shardopt.nn import _norm, _rotary, _rounded_product
     from shardopt.nn._kernel_tiles import by_strips, call_kernel
     from shardopt.planning import topology_devices
 
@@ -286,7 +286,7 @@ def compile_programs(topology: str, folder: Path) -> None:
         strips.append(size // strip)
         by_strips(size, strip, function)
 
-    for module in (_int8_product, _norm, _rotary):
+    for module in (_rounded_product, _norm, _rotary):
         module.call_kernel, module.by_strips = recorded_call, recorded_strips
     mesh = so.make_mesh(data=1, devices=topology_devices(topology)[:1])
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -333,10 +333,10 @@ def schedules(chip: str, folder: Path) -> dict[str, dict[str, Any]]:
 def milliseconds(chip: str, counts: dict[str, Any]) -> tuple[float, float, float]:
     """Return the times of a kernel by its bundles, by its flops and by its bytes."""
     from shardopt.planning import HARDWARE
-    from shardopt.planning._schedule_actions import _TWICE_AS_FAST_IN_INT8
+    from shardopt.planning._schedule_actions import _TWICE_AS_FAST
 
     hardware = HARDWARE[chip]
-    assert chip in _TWICE_AS_FAST_IN_INT8
+    assert chip in _TWICE_AS_FAST["int8"]
     assert hardware.clock
     times = counts["bundles of a core"] / hardware.clock, counts["flops"] / hardware.flops / 2
     bundles, flops, moved = (1e3 * seconds for seconds in (*times, counts["bytes"] / hardware.memory_bandwidth))

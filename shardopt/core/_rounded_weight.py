@@ -39,9 +39,19 @@ class Rounding(NamedTuple):
     experts: bool = False
 
 
-def eight_bits(precision: Precision) -> tuple[DTypeLike, float]:
-    """Return the dtype of rounded activations and weights, and the largest number that is used; -128 is not."""
-    return (jnp.int8, 127.0) if precision == "int8" else (jnp.float8_e4m3fn, float(jnp.finfo(jnp.float8_e4m3fn).max))
+def eight_bits(precision: Precision) -> tuple[DTypeLike, DTypeLike]:
+    """Return the dtypes of rounded activations and weights, and of rounded gradients."""
+    return (jnp.int8, jnp.int8) if precision == "int8" else (jnp.float8_e4m3fn, jnp.float8_e5m2)
+
+
+def largest_number(dtype: DTypeLike) -> float:
+    """Return the largest number of 8 bits that is used; -128 is not."""
+    return 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
+
+
+def narrow(x: Array, dtype: DTypeLike) -> Array:
+    """Return numbers up to the largest one, rounded to 8 bits."""
+    return (jnp.round(x) if dtype == jnp.int8 else x).astype(dtype)
 
 
 def inverse(scale: Array) -> Array:
@@ -102,15 +112,15 @@ class Form(NamedTuple):
           rows: the rows of this device.
           maximum: returns the maximum over devices. It is called if rows are summed, since a channel is on all devices then.
         """
-        dtype, largest = eight_bits(self.rounding.precision)
+        dtype, _ = eight_bits(self.rounding.precision)
+        largest = largest_number(dtype)
         wide, parts = rows.astype(wide_dtype(rows.dtype)), self.num_parts
         if self.by_channel:
             wide = wide.reshape(len(rows), parts, -1)
             scale = jnp.max(jnp.abs(wide), axis=2, keepdims=True) / largest
         else:
             scale = maximum(jnp.max(jnp.abs(wide), axis=0, keepdims=True)) / largest
-        scaled = wide * inverse(scale)
-        numbers = (jnp.round(scaled) if dtype == jnp.int8 else scaled).astype(dtype)
+        numbers = narrow(wide * inverse(scale), dtype)
         return numbers.reshape(rows.shape), jnp.squeeze(scale, 2) if self.by_channel else scale
 
 
@@ -198,8 +208,12 @@ class RoundedWeight:
         scale, form = self.scale.T if self.form.by_channel else self.scale, self.form
         dims = form._replace(by_channel=False).order[form.rounding.summed :]
         channels = scale.reshape([self.shape[dim] for dim in dims])
-        numbers = jax.lax.bitcast_convert_type(self.numbers, eight_bits(self.form.rounding.precision)[0])
-        return self.form.weight(numbers), channels, self.form.weight(joined(self.zeros))
+        return self.form.weight(self.matrix), channels, self.form.weight(joined(self.zeros))
+
+    @property
+    def matrix(self) -> Shaped[Array, "R S"]:
+        """The matrix in the dtype of its numbers."""
+        return jax.lax.bitcast_convert_type(self.numbers, eight_bits(self.form.rounding.precision)[0])
 
 
 def joined(parts: Sequence[Array]) -> Array:

@@ -219,7 +219,7 @@ def apply_cached_block(
 
 def _num_projections(config: DecoderConfig) -> int:
     """Return how many products by kernels read the norm before attention; each gives back a gradient of its own."""
-    is_rounded = config.precision == "int8" and config.latent is None and not config.sequence_parallel
+    is_rounded = config.precision is not None and config.latent is None and not config.sequence_parallel
     return {"qkv": 1, "kv": 2, None: 3}[config.fused] if is_rounded else 1
 
 
@@ -233,15 +233,15 @@ def _branch_inputs(
         normed = apply_norm(config, weights, "norm", x) if config.pre_norms else x
         return x, [gather(normed)] * uses
     x, inputs = norm_of_stream(x, weights["norm"], epsilon, uses, name=name, has_sharded_positions=is_sharded)
-    if config.precision == "int8" and not is_sharded:
+    if config.precision is not None and not is_sharded:
         return x, [Normed(normed, x, weights["norm"], epsilon) for normed in inputs]
     return x, [gather(normed) for normed in inputs]
 
 
 def _adds_by_kernels(config: DecoderConfig) -> bool:
-    """Return whether the last product of a branch adds the stream: the kernels for int8 do it in the same pass."""
+    """Return whether the last product of a branch adds the stream: the kernels for 8 bits do it in the same pass."""
     has_more = config.post_norms or config.sequence_parallel or config.out_bias or config.mlp_bias
-    return config.precision == "int8" and config.branch_scale == 1 and not has_more
+    return config.precision is not None and config.branch_scale == 1 and not has_more
 
 
 def _add_branch(config: DecoderConfig, weights: Params, x: Array, out: Array) -> Array:

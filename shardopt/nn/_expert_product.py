@@ -13,14 +13,14 @@ from jaxtyping import Array, Float, Int
 
 from shardopt.collectives._rounded_gather import maximum_over
 from shardopt.core._errors import format_error
-from shardopt.core._rounded_weight import Form, Precision, RoundedWeight, Rounding
+from shardopt.core._rounded_weight import Form, Precision, RoundedWeight, Rounding, eight_bits
 from shardopt.core._types import wide_dtype
 from shardopt.mesh import device_kind_or_default
 from shardopt.nn._grouped_product import grouped_product, implementation, multiply_by_group, multiply_groups
-from shardopt.nn._int8_experts import Layout, int8_expert_product, round_by_expert
-from shardopt.nn._int8_product import MatrixWeight
-from shardopt.nn._kernel_tiles import LANES, kernels_run_on
-from shardopt.nn._low_precision import Rounded, dtypes_of, round_array
+from shardopt.nn._kernel_tiles import LANES
+from shardopt.nn._low_precision import Rounded, kernels_multiply, round_array
+from shardopt.nn._rounded_experts import Layout, round_by_expert, rounded_expert_product
+from shardopt.nn._rounded_product import MatrixWeight
 
 
 class Sharded(NamedTuple):
@@ -68,9 +68,9 @@ def expert_products(
     if precision is None:
         return [grouped_product(rows, cast(Array, weight), sizes) for weight in weights]
     if sharded == LOCAL and _kernels_take(precision, weights):
-        rounded = round_by_expert(jax.lax.stop_gradient(rows), sizes)
-        operands = [_matrix_weight(weight) for weight in weights]
-        return [int8_expert_product(layout, rows, rounded, operand, sizes) for layout, operand in operands]
+        rounded = round_by_expert(jax.lax.stop_gradient(rows), sizes, eight_bits(precision)[0])
+        operands = [_matrix_weight(weight, precision) for weight in weights]
+        return [rounded_expert_product(layout, rows, rounded, operand, sizes) for layout, operand in operands]
     product = _Product(precision, sharded)
     return [_by_xla(product, rows, *_unpacked(product, weight), sizes) for weight in weights]
 
@@ -91,19 +91,19 @@ def _check_rounding(weight: RoundedWeight, precision: Precision | None) -> None:
 def _kernels_take(precision: Precision, weights: Sequence[Array | RoundedWeight]) -> bool:
     """Return whether the kernels for TPU run here, and take these weights."""
     fits = not any(size % LANES for weight in weights for size in weight.shape[1:])
-    return precision == "int8" and fits and kernels_run_on(device_kind_or_default())
+    return fits and kernels_multiply(precision)
 
 
-def _matrix_weight(weight: Array | RoundedWeight) -> tuple[Layout, MatrixWeight]:
+def _matrix_weight(weight: Array | RoundedWeight, precision: Precision) -> tuple[Layout, MatrixWeight]:
     """Return a weight as kernels read it."""
     if isinstance(weight, RoundedWeight):
         scale = weight.scale.T if weight.form.by_channel else weight.scale
-        operand = MatrixWeight(weight.zeros, weight.numbers, scale.reshape(1, -1))
-        return Layout(weight.shape[0], weight.form.by_channel), operand
-    form = Form(weight.shape, Rounding("int8", experts=True), by_channel=False)
+        operand = MatrixWeight(weight.zeros, weight.matrix, scale.reshape(1, -1))
+        return Layout(weight.form.by_channel, precision), operand
+    form = Form(weight.shape, Rounding(precision, experts=True), by_channel=False)
     matrix = form.matrix(weight)
     rounded = form.round_rows(jax.lax.stop_gradient(matrix), lambda largest: largest)
-    return Layout(weight.shape[0], by_channel=False), MatrixWeight((matrix,), *rounded)
+    return Layout(by_channel=False, precision=precision), MatrixWeight((matrix,), *rounded)
 
 
 def _unpacked(product: _Product, weight: Array | RoundedWeight) -> tuple[Array, Array, Array]:
@@ -111,7 +111,7 @@ def _unpacked(product: _Product, weight: Array | RoundedWeight) -> tuple[Array, 
     if isinstance(weight, RoundedWeight):
         numbers, scale, zeros = weight.unpacked()
         return zeros, numbers, scale
-    maximum, dtype = _maximum_over(product.sharded.summed), dtypes_of(product.precision)[0]
+    maximum, dtype = _maximum_over(product.sharded.summed), eight_bits(product.precision)[0]
     rounded = round_array(jax.lax.stop_gradient(weight), "ekn", "en", dtype, maximum)
     return weight, rounded.numbers, rounded.scale
 
@@ -132,7 +132,7 @@ def _by_xla(product: _Product, x: Array, zeros: Array, numbers: Array, scale: Ar
 
 
 def _forward(product: _Product, x: Array, zeros: Array, numbers: Array, scale: Array, sizes: Array) -> Any:
-    wide, dtype = x.astype(wide_dtype(x.dtype)), dtypes_of(product.precision)[0]
+    wide, dtype = x.astype(wide_dtype(x.dtype)), eight_bits(product.precision)[0]
     rounded = round_array(wide, "mk", "m", dtype, _maximum_over(product.sharded.summed))
     y = _multiply(rounded, numbers, sizes) * scale[_expert_of_each_row(len(x), sizes)]
     return y.astype(jnp.result_type(x.dtype, zeros.dtype)), (x, jnp.zeros(0, zeros.dtype), numbers, scale, sizes)
@@ -141,7 +141,7 @@ def _forward(product: _Product, x: Array, zeros: Array, numbers: Array, scale: A
 def _backward(product: _Product, residuals: Any, grad: Array) -> tuple[Array | None, ...]:
     x, like_weight, numbers, scale, sizes = residuals
     scaled = grad.astype(wide_dtype(grad.dtype)) * scale[_expert_of_each_row(len(x), sizes)]
-    dtype = dtypes_of(product.precision)[1]
+    dtype = eight_bits(product.precision)[1]
     rounded = round_array(scaled, "mn", "m", dtype, _maximum_over(product.sharded.channels))
     dx = _multiply(rounded, numbers, sizes, transposed=True)
     dw = multiply_by_group(implementation(), x.astype(grad.dtype), grad, sizes)

@@ -15,23 +15,23 @@ from jaxtyping import Array, Float
 
 from shardopt.collectives._rounded_gather import maximum_over
 from shardopt.core._errors import format_error, plural
-from shardopt.core._rounded_weight import Precision, RoundedWeight, eight_bits, inverse
+from shardopt.core._rounded_weight import Precision, RoundedWeight, eight_bits, inverse, largest_number, narrow
 from shardopt.core._types import wide_dtype
 from shardopt.mesh import device_kind_or_default, is_analysed
-from shardopt.nn._int8_mlp import Mlp, int8_mlp
-from shardopt.nn._int8_product import (
-    MatrixWeight,
-    RoundedTokens,
-    Sizes,
-    int8_product,
-    norm_and_round,
-    round_rows,
-    rounded_matrix,
-    takes,
-)
 from shardopt.nn._kernel_tiles import LANES, kernels_run_on
 from shardopt.nn._low_rank import LowRank, Weight
 from shardopt.nn._order import manual_context_axes
+from shardopt.nn._rounded_mlp import Mlp, rounded_mlp
+from shardopt.nn._rounded_product import (
+    MatrixWeight,
+    RoundedTokens,
+    Sizes,
+    norm_and_round,
+    round_rows,
+    rounded_matrix,
+    rounded_product,
+    takes,
+)
 from shardopt.trace._marks import ROW_MAXIMUM, marked
 
 
@@ -60,11 +60,10 @@ class Normed(NamedTuple):
         """The dtype of the activations."""
         return self.normed.dtype
 
-    @property
-    def rounded(self) -> RoundedTokens:
-        """The activations, rounded by a kernel."""
+    def rounded(self, precision: Precision) -> RoundedTokens:
+        """Return the activations, rounded by a kernel."""
         x, scale = jax.lax.stop_gradient((self.x, self.scale))
-        return norm_and_round(x, scale, self.epsilon)
+        return norm_and_round(x, scale, self.epsilon, eight_bits(precision)[0])
 
 
 def plain(x: Float[Array, "..."] | Normed) -> Float[Array, "..."]:
@@ -288,24 +287,19 @@ def _without(letters: str, removed: str) -> str:
     return "".join(letter for letter in letters if letter not in removed)
 
 
-def dtypes_of(precision: Precision) -> tuple[DTypeLike, DTypeLike]:
-    """Return the dtype of activations and weights, and the dtype of gradients."""
-    return eight_bits(precision)[0], jnp.int8 if precision == "int8" else jnp.float8_e5m2
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _by_xla(product: Product, x: Array, weight: Array) -> Array:
     return _forward(product, x, weight)[0]
 
 
 def _forward(product: Product, x: Array, weight: Array) -> tuple[Array, tuple[Array, ...]]:
-    rounded = round_array(weight, product.weight, product.channels, dtypes_of(product.precision)[0])
+    rounded = round_array(weight, product.weight, product.channels, eight_bits(product.precision)[0])
     return _multiply_rounded(product, x, weight.dtype, rounded)
 
 
 def _multiply_rounded(product: Product, x: Array, dtype: DTypeLike, weight: Rounded) -> tuple[Array, tuple[Array, ...]]:
     """Return the product with a rounded weight, and the residuals of its gradients."""
-    rounded_x = round_array(x, product.x, product.tokens, dtypes_of(product.precision)[0])
+    rounded_x = round_array(x, product.x, product.tokens, eight_bits(product.precision)[0])
     y = _multiply(rounded_x, product.x, weight, product.weight, product.out)
     y = _scaled(_scaled(y, product.out, rounded_x), product.out, weight)
     kept_x = jnp.zeros(0, x.dtype) if product.rounds_weight_gradient else x
@@ -315,7 +309,7 @@ def _multiply_rounded(product: Product, x: Array, dtype: DTypeLike, weight: Roun
 
 def _backward(product: Product, residuals: tuple[Array, ...], grad: Array) -> tuple[Array, Array]:
     x, like_weight, qx, x_scale, qw, weight_scale = residuals
-    _, dtype = dtypes_of(product.precision)
+    _, dtype = eight_bits(product.precision)
     wide = grad.astype(wide_dtype(grad.dtype))
     rounded_x, rounded_weight = Rounded(qx, x_scale, product.tokens), Rounded(qw, weight_scale, product.channels)
     rounded = round_array(_scaled(wide, product.out, rounded_weight), product.out, product.tokens, dtype)
@@ -382,11 +376,9 @@ def round_array(
     dims = tuple(i for i, letter in enumerate(letters) if letter not in kept)
     wide = a.astype(wide_dtype(a.dtype))
     largest = maximum(wide, dims)
-    scale = largest / (jnp.iinfo(dtype).max if dtype == jnp.int8 else float(jnp.finfo(dtype).max))
-    scaled = wide * inverse(scale)
-    rounded = jnp.round(scaled) if dtype == jnp.int8 else scaled
+    scale = largest / largest_number(dtype)
     kept_letters = "".join(letter for letter in letters if letter in kept)
-    return Rounded(rounded.astype(dtype), jnp.squeeze(scale, dims), kept_letters)
+    return Rounded(narrow(wide * inverse(scale), dtype), jnp.squeeze(scale, dims), kept_letters)
 
 
 def _scaled(a: Array, letters: str, rounded: Rounded) -> Array:
@@ -409,7 +401,7 @@ def gated_mlp(
 
     It equals the two products by `quantized_einsum`, but the activation is computed in float32.
     """
-    if precision != "int8" or isinstance(up, LowRank) or isinstance(down, LowRank):
+    if precision is None or isinstance(up, LowRank) or isinstance(down, LowRank):
         return None
     for subscripts, weight in (("btd,dcf->cbtf", up), ("btf,fd->btd", down)):
         if isinstance(weight, RoundedWeight):
@@ -422,7 +414,9 @@ def gated_mlp(
     mlp = Mlp(activation, up_sizes, down_sizes)
     by_heads = plain(x)[:, None]
     in_kernel = added[:, None] if _has_dtype_of_product(added, x, up) else None
-    y = cast(Array, int8_mlp(mlp, by_heads, _rounded_tokens(x, by_heads), up_weight, down_weight, in_kernel))[:, 0]
+    y = cast(
+        Array, rounded_mlp(mlp, by_heads, _rounded_tokens(precision, x, by_heads), up_weight, down_weight, in_kernel)
+    )[:, 0]
     return y if in_kernel is not None else _plus(y, added)
 
 
@@ -431,8 +425,10 @@ def _has_dtype_of_product(added: Array | None, x: Array | Normed, weight: Array 
     return added is not None and added.dtype == jnp.result_type(x.dtype, weight.dtype)
 
 
-def _rounded_tokens(x: Array | Normed, by_heads: Float[Array, "B H T W"]) -> RoundedTokens:
-    return x.rounded if isinstance(x, Normed) else round_rows([jax.lax.stop_gradient(by_heads)])
+def _rounded_tokens(precision: Precision, x: Array | Normed, by_heads: Float[Array, "B H T W"]) -> RoundedTokens:
+    if isinstance(x, Normed):
+        return x.rounded(precision)
+    return round_rows([jax.lax.stop_gradient(by_heads)], eight_bits(precision)[0])
 
 
 def _by_kernels(
@@ -447,11 +443,11 @@ def _by_kernels(
     heads = _heads(product.summed, sizes)
     width = math.prod(sizes[letter] for letter in product.summed) // heads
     by_heads = plain(x).reshape(-1, sizes[product.tokens[-1]], heads, width).swapaxes(1, 2)
-    tokens = _rounded_tokens(x, by_heads)
+    tokens = _rounded_tokens(product.precision, x, by_heads)
     in_kernel = None
     if _has_dtype_of_product(added, x, weight) and kernel_sizes.heads == 1 and not parts:
         in_kernel = added.reshape(-1, 1, sizes[product.tokens[-1]], kernel_weight.scale.shape[1])
-    y = cast(tuple[Array, ...], int8_product(kernel_sizes, by_heads, tokens, kernel_weight, in_kernel))
+    y = cast(tuple[Array, ...], rounded_product(kernel_sizes, by_heads, tokens, kernel_weight, in_kernel))
     y = [part.swapaxes(1, 2).reshape([sizes[letter] for letter in product.tokens + channels]) for part in y]
     y = jnp.stack(y).reshape([sizes[letter] for letter in product.out]) if parts else y[0]
     return y if in_kernel is not None else _plus(y, added)
@@ -462,11 +458,11 @@ def _kernel_weight(
 ) -> tuple[Sizes, MatrixWeight] | None:
     """Return the sizes and the weight of a product by the kernels for TPU; None if they do not take it.
 
-    They take int8 on a TPU where each device multiplies its own whole rows and weights, in multiples of 128.
+    They run on a TPU where each device multiplies its own whole rows and weights, in multiples of 128.
     """
     parts, channels = _parts(product)
     fits = parts + product.tokens + channels == product.out and product.tokens + product.summed == product.x
-    if product.precision != "int8" or not kernels_run_on(device_kind_or_default()):
+    if not kernels_multiply(product.precision):
         return None
     if not (fits and product.rounds_weight_gradient) or manual_context_axes():
         return None
@@ -480,13 +476,22 @@ def _kernel_weight(
     order = product.summed + parts + channels
     if not isinstance(weight, RoundedWeight):
         matrix = jnp.transpose(weight, [product.weight.index(letter) for letter in order]).reshape(K, C * N)
-        rounded = rounded_matrix(jax.lax.stop_gradient(matrix))
-        return Sizes(C, _heads(channels, sizes), False), MatrixWeight(tuple(jnp.split(matrix, C, axis=1)), *rounded)
+        rounded = rounded_matrix(jax.lax.stop_gradient(matrix), eight_bits(product.precision)[0])
+        return Sizes(C, _heads(channels, sizes), False, product.precision), MatrixWeight(
+            tuple(jnp.split(matrix, C, axis=1)), *rounded
+        )
     if product.weight != order or weight.form.rounding.parts != C:
         return None
     by_channel = weight.form.by_channel
     scale = (weight.scale.T if by_channel else weight.scale).reshape(1, C * N)
-    return Sizes(C, _heads(channels, sizes), by_channel), MatrixWeight(weight.zeros, weight.numbers, scale)
+    operand = MatrixWeight(weight.zeros, weight.matrix, scale)
+    return Sizes(C, _heads(channels, sizes), by_channel, product.precision), operand
+
+
+def kernels_multiply(precision: Precision) -> bool:
+    """Return whether kernels for TPU multiply in a precision here: fp8 on TPU 7x, whose matrix unit has it."""
+    kind = device_kind_or_default()
+    return kernels_run_on(kind) and (precision == "int8" or kind == "TPU7x")
 
 
 def _heads(letters: str, sizes: dict[str, int]) -> int:

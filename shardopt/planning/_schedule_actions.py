@@ -220,7 +220,7 @@ class Reader:
         """Return the computation of a Pallas kernel by its final schedule, by its flops at the chip's peak, or by bytes."""
         call = kernel_call(line, inputs, self.chip.name)
         flops_seconds = kernel_flops(line, inputs) / self.chip.flops
-        if line.name.startswith("int8_") and self.chip.name in _TWICE_AS_FAST_IN_INT8:
+        if self.chip.name in _TWICE_AS_FAST.get(line.name.partition("_")[0], ()):
             flops_seconds /= 2
         if call and self.kernels == "scheduled":
             # a kernel whose work cannot be divided among the cores of a device leaves all but one idle
@@ -244,8 +244,8 @@ class Reader:
         return 2 * nbytes(line.shape) / self.chip.memory_bandwidth
 
 
-_TWICE_AS_FAST_IN_INT8 = ("v5e", "v5p", "v6e")
-"""Chips that multiply int8 twice as fast as bfloat16, by the pages that `shardopt.planning._hardware` names."""
+_TWICE_AS_FAST = {"int8": ("v5e", "v5p", "v6e"), "fp8": ("tpu7x",)}
+"""Chips that multiply 8 bits twice as fast as bfloat16, by the pages that `shardopt.planning._hardware` names."""
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _UNKNOWN_CYCLES = 2**62
 _FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "recv", "send", "opt-barrier")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -12,13 +13,14 @@ import optax
 import pytest
 from support.host import host_params
 from support.reference import relative_difference
+from support.tiers import tiered
 
 import shardopt as so
 from shardopt.core._rounded_weight import RoundedWeight, Rounding, form_of
 from shardopt.models import moe
-from shardopt.nn import _expert_product
+from shardopt.nn import _low_precision
 from shardopt.nn._expert_product import LOCAL, expert_products
-from shardopt.nn._int8_experts import Visits
+from shardopt.nn._rounded_experts import Visits
 
 SIZES = np.array([5, 0, 7, 2])  # one of the experts has no rows
 M, K, N = 16, 12, 6  # the last two rows are of no expert
@@ -72,14 +74,18 @@ def test_rows_of_no_expert_give_zero_whatever_they_are():
 KERNEL_SIZES = ([300, 0, 212, 88], [0, 0, 0, 0], [700, 0, 0, 0], [1, 2, 3, 650])
 
 
-@pytest.mark.parametrize("dim", [None, 1, 2], ids=["rounds", "rounded by summed", "rounded by channel"])
 @pytest.mark.parametrize(
-    "sizes", [pytest.param(sizes, marks=[pytest.mark.slow] * (i > 0)) for i, sizes in enumerate(KERNEL_SIZES)]
+    ("precision", "sizes", "dim"),  # dim: the one that devices share, whose shards they round
+    tiered(
+        itertools.product(["int8", "fp8"], KERNEL_SIZES, [None, 1, 2]),
+        lambda row: row[1] is KERNEL_SIZES[0] and (row[0] == "int8" or row[2] == 2),
+        ids=str,
+    ),
 )
-def test_kernels_compute_the_same_numbers(sizes, dim, monkeypatch):
+def test_kernels_compute_the_same_numbers(precision, sizes, dim, monkeypatch):
     x, w, g = draw((700, 256), (4, 256, 128), (700, 128), dtype=np.float32)
     x = np.round(x * 64) / 64  # far from the halves between two numbers of 8 bits
-    product = lambda x, w: expert_products(x, [w], jnp.asarray(sizes), "int8", LOCAL)[0]  # noqa: E731
+    product = lambda x, w: expert_products(x, [w], jnp.asarray(sizes), precision, LOCAL)[0]  # noqa: E731
 
     def traced(w):
         def run(x, w, g):
@@ -90,14 +96,15 @@ def test_kernels_compute_the_same_numbers(sizes, dim, monkeypatch):
 
     given = w
     if dim is not None:
-        form = form_of(w.shape, dim, Rounding("int8", experts=True))
+        form = form_of(w.shape, dim, Rounding(precision, experts=True))
         assert form.by_channel is (dim == 2)
         numbers, scale = form.round_rows(form.matrix(w), lambda largest: largest)
         given = RoundedWeight.of(numbers, scale, w.dtype, form)
     expected = traced(w).lower().compile()(x, w, g)
-    monkeypatch.setattr(_expert_product, "device_kind_or_default", lambda: "TPU v6 lite")
+    kind = {"int8": "TPU v6 lite", "fp8": "TPU7x"}[precision]
+    monkeypatch.setattr(_low_precision, "device_kind_or_default", lambda: kind)
     by_kernels = traced(given)
-    for kernel in ("round_by_expert", "int8_expert_product", "gradient_of_experts"):
+    for kernel in ("round_by_expert", f"{precision}_expert_product", "gradient_of_experts"):
         assert kernel in str(by_kernels.jaxpr)
     y, dx, dw = by_kernels.lower().compile()(x, given, g)
     dw = given.form.weight(dw.zeros[0]) if dim is not None else dw
@@ -163,18 +170,26 @@ def test_many_devices_round_as_one(sizes, mesh_of, x64):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_on_tpu_experts_multiply_in_eight_bits(topology):
+    precision = "fp8" if topology.startswith("tpu7x") else "int8"
     config = dataclasses.replace(
-        CONFIG, dim=256, hidden=512, num_heads=2, shared_hidden=0, dtype=jnp.bfloat16, vocab_size=256
+        CONFIG,
+        precision=precision,
+        dim=256,
+        hidden=512,
+        num_heads=2,
+        shared_hidden=0,
+        dtype=jnp.bfloat16,
+        vocab_size=256,
     )
     params = jax.eval_shape(functools.partial(moe.init, config), jax.random.key(0))
-    batch = {"tokens": jax.ShapeDtypeStruct((4, 257), jnp.int32)}
+    batch = {"tokens": jax.ShapeDtypeStruct((8, 257), jnp.int32)}
     strategy = lambda mesh: so.fsdp(optax.adam(1e-3), mesh, moe.model(config, remat="full"), frozen=moe.frozen)  # noqa: E731
     text = so.aot(strategy, params, batch, topology=topology).text
-    kernels = re.findall(r"%(int8_expert_product|round_by_expert|gradient_of_experts)[.\d]* = ", text)
+    kernels = re.findall(r"%(\w+8_expert_product|round_by_expert|gradient_of_experts)[.\d]* = ", text)
     assert {name: kernels.count(name) for name in set(kernels)} == {
-        "int8_expert_product": 8,  # three products, the first two of them twice, and three gradients of rows
+        f"{precision}_expert_product": 8,  # three products, the first two of them twice, and three gradients of rows
         "round_by_expert": 6,  # rows twice, hidden units, and three gradients
         "gradient_of_experts": 3,
     }

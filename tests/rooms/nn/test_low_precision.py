@@ -1,6 +1,7 @@
 """`so.nn.quantized_einsum`: its numbers by numpy, what it refuses, and that many devices quantise as one."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -11,6 +12,7 @@ import optax
 import pytest
 from support.host import host_params
 from support.reference import relative_difference, train
+from support.tiers import tiered
 
 import shardopt as so
 from shardopt.core._rounded_weight import Precision, RoundedWeight, Rounding, form_of, joined
@@ -19,15 +21,15 @@ from shardopt.models import _transformer as transformer
 from shardopt.models import gpt
 from shardopt.models._decoder_block import Stream
 from shardopt.models._decoder_config import DecoderConfig
-from shardopt.nn import _int8_product as kernels
 from shardopt.nn import _low_precision, _norm
+from shardopt.nn import _rounded_product as kernels
 from shardopt.nn._low_precision import Normed, check_precision, gated_mlp
 from shardopt.nn._norm import rms_norm
 from shardopt.planning import Transformer
 from shardopt.planning._models import RULES
 from shardopt.trace._jaxprs import equations
 
-INT8_KERNELS = ("int8_forward", "int8_gradient_of_tokens", "int8_gradient_of_weight")
+KERNELS = ("forward", "gradient_of_tokens", "gradient_of_weight")
 SUBSCRIPTS = "btd,dcf->cbtf"
 MAX = {np.int8: 127, ml_dtypes.float8_e4m3fn: 448, ml_dtypes.float8_e5m2: 57344}
 
@@ -81,9 +83,10 @@ def test_a_single_dim_of_tokens_keeps_the_gradient_of_the_weight(x64):
     np.testing.assert_allclose(pull(g)[0], x.T @ g, rtol=1e-12)
 
 
-def kernels_of(monkeypatch):
+def kernels_of(monkeypatch, precision="int8"):
     """Let `quantized_einsum` use its kernels for TPU; they run interpreted, since jax's devices are not TPUs."""
-    monkeypatch.setattr(_low_precision, "device_kind_or_default", lambda: "TPU v6 lite")
+    kind = {"int8": "TPU v6 lite", "fp8": "TPU7x"}[precision]
+    monkeypatch.setattr(_low_precision, "device_kind_or_default", lambda: kind)
 
 
 def rounded_weight(w, dim, rounding):
@@ -104,15 +107,23 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("is_rounded", [False, True], ids=["rounds", "rounded"])
+PRECISIONS = ["int8", "fp8"]
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (i > 0)) for i, name in enumerate(PRODUCTS)]
-)  # the row that is left has parts and rows of channels; heads only change blocks
-def test_kernels_compute_the_same_numbers(name, is_rounded, monkeypatch):
+    ("precision", "name", "is_rounded"),
+    tiered(
+        itertools.product(PRECISIONS, PRODUCTS, [False, True]),
+        # the rows that are left have parts and rows of channels; heads only change blocks
+        lambda row: row[1] == "two parts, by channel" and (row[2] or row[0] == "int8"),
+    ),
+)
+def test_kernels_compute_the_same_numbers(precision, name, is_rounded, monkeypatch):
     subscripts, shapes, dim, rounding = PRODUCTS[name]
+    rounding = rounding._replace(precision=precision)
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32).at[:, 1].set(0) for shape in shapes)
-    product = lambda x, w: so.nn.quantized_einsum(subscripts, x, w, precision="int8")  # noqa: E731
+    product = lambda x, w: so.nn.quantized_einsum(subscripts, x, w, precision=precision)  # noqa: E731
     g = jnp.asarray(rng.normal(size=jax.eval_shape(product, x, w).shape), jnp.float32)
 
     def traced(w):
@@ -124,10 +135,10 @@ def test_kernels_compute_the_same_numbers(name, is_rounded, monkeypatch):
 
     expected = traced(w).lower().compile()(x, w, g)
     given = rounded_weight(w, dim, rounding) if is_rounded else w
-    kernels_of(monkeypatch)
+    kernels_of(monkeypatch, precision)
     by_kernels = traced(given)
     jaxpr = str(by_kernels.jaxpr)
-    for kernel in ("round_rows", "round_columns", *INT8_KERNELS):
+    for kernel in ("round_rows", "round_columns", *(f"{precision}_{kernel}" for kernel in KERNELS)):
         assert kernel in jaxpr
     y, dx, dw = by_kernels.lower().compile()(x, given, g)
     dw = given.form.weight(joined(dw.zeros)) if is_rounded else dw
@@ -136,29 +147,30 @@ def test_kernels_compute_the_same_numbers(name, is_rounded, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "is_rounded", [pytest.param(False, marks=pytest.mark.slow), True]
-)  # the weights' forms differ alone
-def test_kernels_compute_the_activation_of_an_mlp(is_rounded, monkeypatch):
+    ("precision", "is_rounded"),
+    tiered(itertools.product(PRECISIONS, [False, True]), lambda row: row[1]),  # the weights' forms differ alone
+)
+def test_kernels_compute_the_activation_of_an_mlp(precision, is_rounded, monkeypatch):
     rng = np.random.default_rng(0)
     shapes = (2, 256, 128), (128, 2, 128), (128, 128)
     x, up, down = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
     dy = jnp.asarray(rng.normal(size=x.shape), jnp.float32)
 
     def by_products(x, up, down):
-        gate, hidden = so.nn.quantized_einsum(SUBSCRIPTS, x, up, precision="int8")
-        return so.nn.quantized_einsum("btf,fd->btd", jax.nn.silu(gate) * hidden, down, precision="int8")
+        gate, hidden = so.nn.quantized_einsum(SUBSCRIPTS, x, up, precision=precision)
+        return so.nn.quantized_einsum("btf,fd->btd", jax.nn.silu(gate) * hidden, down, precision=precision)
 
     def run(function, *operands):
         y, pull = jax.vjp(function, *operands)
         return y, *pull(dy)
 
-    mlp = functools.partial(gated_mlp, activation=jax.nn.silu, precision="int8")
+    mlp = functools.partial(gated_mlp, activation=jax.nn.silu, precision=precision)
     assert mlp(x, up, down) is None
     expected = jax.jit(functools.partial(run, by_products))(x, up, down)
-    kernels_of(monkeypatch)
+    kernels_of(monkeypatch, precision)
     weights = [up, down]
     if is_rounded:
-        weights = [rounded_weight(up, 2, Rounding("int8", parts=2)), rounded_weight(down, 0, Rounding("int8"))]
+        weights = [rounded_weight(up, 2, Rounding(precision, parts=2)), rounded_weight(down, 0, Rounding(precision))]
     y, dx, *weight_gradients = jax.jit(functools.partial(run, mlp))(x, *weights)
     if is_rounded:
         weight_gradients = [grad.form.weight(joined(grad.zeros)) for grad in weight_gradients]
@@ -171,8 +183,8 @@ def test_a_kernel_norms_and_rounds_the_same_numbers(dtype):
     rng = np.random.default_rng(0)
     x, scale = (jnp.asarray(rng.normal(size=size), dtype) for size in ((2, 64, 256), 256))
     x = x.at[1, 3].set(0)
-    normed, found = rms_norm(x, scale, 1e-5), kernels.norm_and_round(x, scale, 1e-5)
-    expected = kernels.round_rows([normed[:, None]])
+    normed, found = rms_norm(x, scale, 1e-5), kernels.norm_and_round(x, scale, 1e-5, jnp.int8)
+    expected = kernels.round_rows([normed[:, None]], jnp.int8)
     np.testing.assert_allclose(found.scale, expected.scale, rtol=1e-6 if dtype == jnp.float32 else 2**-8)
     steps = np.abs(found.numbers.astype(int) - expected.numbers.astype(int))
     assert steps.max() <= 1
@@ -341,7 +353,7 @@ def test_many_devices_quantise_as_one(precision, name, sizes, options, mesh_of, 
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "topology"), [("int8", "v5e:2x4"), ("fp8", "tpu7x:2x2x1")])
 def test_on_tpu_the_products_are_in_eight_bits(precision, topology):
-    """All of int8, with their gradients; of fp8 five forwards and five to activations. Fails where libtpu is not installed."""
+    """With their gradients. Fails where libtpu is not installed."""
     shape = Transformer("t", 256, 2, 4, 512, 1024, 128, num_kv_heads=2)
     report = so.aot(
         lambda mesh: so.fsdp(optax.sgd(0.1), mesh, transformer.model(shape, precision=precision)),
@@ -349,19 +361,10 @@ def test_on_tpu_the_products_are_in_eight_bits(precision, topology):
         transformer.abstract_batch(shape, 16),
         topology=topology,
     )
-    found = []
-    for computation in report.text.split("\n}\n"):
-        dtypes = dict(re.findall(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\w+)\[", computation, re.MULTILINE))
-        for operands in re.findall(r" (?:dot|convolution)\(([^)]*)\)", computation):
-            found.append(tuple(dtypes.get(one.split("%")[-1].strip(), "?") for one in operands.split(",")[:2]))
-    if precision == "int8":
-        names = re.findall(r"%(int8_[a-z_]+)[.\w]* = .*tpu_custom_call", report.text)
-        counts = 6, 5, 6  # gate and up are two products, whose gradients of tokens are one
-        assert {name: names.count(name) for name in names} == dict(zip(INT8_KERNELS, counts, strict=True))
-        # the activation is computed where it is rounded, and weights are gathered in 8 bits
-        assert "round_rows_of" in report.text
-        assert "round_columns_of" in report.text
-        assert re.findall(r" s8\[\S+ all-gather\(", report.text)
-        return
-    eight = {("f8e4m3fn", "f8e4m3fn"): 5, ("f8e5m2", "f8e4m3fn"): 5}
-    assert {pair: found.count(pair) for pair in eight} == eight, found
+    names = re.findall(rf"%{precision}_([a-z_]+)[.\w]* = .*tpu_custom_call", report.text)
+    counts = 6, 5, 6  # gate and up are two products, whose gradients of tokens are one
+    assert {name: names.count(name) for name in names} == dict(zip(KERNELS, counts, strict=True))
+    # the activation is computed where it is rounded, and weights are gathered in 8 bits
+    assert "round_rows_of" in report.text
+    assert "round_columns_of" in report.text
+    assert re.findall(rf" {'s8' if precision == 'int8' else 'f8e4m3fn'}\[\S+ all-gather\(", report.text)

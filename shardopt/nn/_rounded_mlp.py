@@ -1,4 +1,4 @@
-"""A gated mlp in int8 for TPU, whose activation is computed while its results are rounded.
+"""A gated mlp in 8 bits for TPU, whose activation is computed while its results are rounded.
 
 XLA fuses an elementwise function into a product in bfloat16, but not into a Pallas kernel. Between two kernels it would write
 the hidden units, and each of their gradients, to HBM, and read them again to round them.
@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int8
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
-from shardopt.core._rounded_weight import inverse
-from shardopt.nn._int8_product import (
-    LARGEST,
+from shardopt.core._rounded_weight import eight_bits, inverse, largest_number, narrow
+from shardopt.nn._kernel_tiles import LANES, ROWS, by_strips, call_kernel, largest_block
+from shardopt.nn._rounded_product import (
     NO_GRADIENT,
+    EightBits,
     MatrixWeight,
     RoundedTokens,
     Sizes,
@@ -30,7 +32,6 @@ from shardopt.nn._int8_product import (
     round_columns,
     round_rows,
 )
-from shardopt.nn._kernel_tiles import LANES, ROWS, by_strips, call_kernel, largest_block
 
 Elementwise = Callable[..., Sequence[Array]]
 
@@ -58,7 +59,7 @@ class Mlp(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def int8_mlp(
+def rounded_mlp(
     mlp: Mlp,
     x: Float[Array, "B 1 T D"],
     tokens: RoundedTokens,
@@ -66,7 +67,7 @@ def int8_mlp(
     down: MatrixWeight,
     added: Float[Array, "B 1 T D"] | None = None,
 ) -> Float[Array, "B 1 T D"]:
-    """Return `added + down(activation(gate(x)) * up(x))` with the products of `int8_product`; the activation is in float32.
+    """Return `added + down(activation(gate(x)) * up(x))` with the products of `rounded_product`; the activation is in float32.
 
     `tokens` is x, rounded; x is not read, and has the gradient. The parts before the activation have the name "mlp_hidden", and
     are not recomputed where remat saves it.
@@ -81,7 +82,7 @@ def _with_residuals(
     dtype = jnp.result_type(x.dtype, up.zeros[0].dtype)
     parts = [forward(qx, x_scale, up.numbers, up.scale, mlp.up, part, dtype=dtype) for part in range(2)]
     parts = checkpoint_name(parts, "mlp_hidden")
-    ((hidden, hidden_scale),) = round_rows_of(parts, [mlp.hidden], [None])
+    ((hidden, hidden_scale),) = round_rows_of(parts, [mlp.hidden], [None], [qx.dtype])
     y = forward(hidden, hidden_scale, down.numbers, down.scale, mlp.down, 0, added, dtype=dtype)
     likes = jnp.zeros(0, x.dtype), jnp.zeros(0, up.zeros[0].dtype), jnp.zeros(0, down.zeros[0].dtype)
     return y, (likes, like(added), qx, x_scale, parts, up[1:], down[1:])
@@ -89,18 +90,19 @@ def _with_residuals(
 
 def _gradients(mlp: Mlp, residuals: Any, grad: Array) -> Any:
     (like_x, like_up, like_down), like_added, qx, x_scale, parts, (up, up_scale), (down, down_scale) = residuals
-    rows, row_scale = round_rows([grad], down_scale)
+    dtype = eight_bits(mlp.up.precision)[1]
+    rows, row_scale = round_rows([grad], dtype, down_scale)
     d_hidden = gradient_of_tokens(rows, row_scale, down, mlp.down, 1, dtype=parts[0].dtype)
     both, functions = [*parts, d_hidden], [lambda gate, up, _: mlp.hidden(gate, up), mlp.gradients]
-    (hidden, hidden_scale), (rows, row_scale) = round_rows_of(both, functions, [None, up_scale])
-    d_down = gradient_of_weight(hidden, *round_columns(grad, hidden_scale), mlp.down, dtype=like_down.dtype)
+    (hidden, hidden_scale), (rows, row_scale) = round_rows_of(both, functions, [None, up_scale], [qx.dtype, dtype])
+    d_down = gradient_of_weight(hidden, *round_columns(grad, dtype, hidden_scale), mlp.down, dtype=like_down.dtype)
     dx = gradient_of_tokens(rows, row_scale, up, mlp.up, 1, dtype=like_x.dtype)
-    columns = round_columns_of(both, mlp.gradients, x_scale)
+    columns = round_columns_of(both, mlp.gradients, x_scale, dtype)
     d_up = tuple(gradient_of_weight(qx, *rounded, mlp.up, dtype=like_up.dtype) for rounded in columns)
     return dx, NO_GRADIENT, gradient_of(d_up), gradient_of((d_down,)), None if like_added is None else grad
 
 
-int8_mlp.defvjp(_with_residuals, _gradients)
+rounded_mlp.defvjp(_with_residuals, _gradients)
 
 _CHUNK = 512
 """Columns, or positions, that a turn of the kernels' loops computes."""
@@ -110,13 +112,15 @@ def round_rows_of(
     inputs: Sequence[Float[Array, "B 1 T W"]],
     functions: Sequence[Elementwise],
     factors: Sequence[Float[Array, "1 S"] | None],
-) -> list[tuple[Int8[Array, "B T S"], Float[Array, "B T 1"]]]:
+    dtypes: Sequence[DTypeLike],
+) -> list[tuple[EightBits[Array, "B T S"], Float[Array, "B T 1"]]]:
     """Return the results of each function of the inputs side by side, rounded, and a scale for each token over all of them.
 
     Args:
       inputs: arrays of one shape.
       functions: each is elementwise and returns its results in a list.
       factors: for each function what its columns are multiplied by before they are rounded.
+      dtypes: for each function that of its rounded results.
     """
     from jax.experimental import pallas as pl  # imported late, since the import takes long
     from jax.experimental.pallas import tpu as pltpu
@@ -135,8 +139,8 @@ def round_rows_of(
         [spec for width in widths for spec in (by_token(width), by_token(1))],
         [
             jax.ShapeDtypeStruct((B, T, size), dtype)
-            for width in widths
-            for size, dtype in ((width, jnp.int8), (1, jnp.float32))
+            for width, narrow_dtype in zip(widths, dtypes, strict=True)
+            for size, dtype in ((width, narrow_dtype), (1, jnp.float32))
         ],
         scratch_shapes=[pltpu.VMEM((ROWS, width), jnp.float32) for width in widths],
         name="round_rows_of",
@@ -170,11 +174,12 @@ def _round_rows_of(functions: Sequence[Elementwise], has_factor: Sequence[bool],
 
         maxima = lax.fori_loop(0, W // chunk, compute, (jnp.zeros((ROWS, 1), jnp.float32),) * count)
         for maximum, wide, numbers, scale in zip(maxima, wides, results[::2], results[1::2], strict=True):
-            scale[rows] = maximum / LARGEST
-            factor = inverse(maximum / LARGEST)
+            scales = maximum / largest_number(numbers.dtype)
+            scale[rows] = scales
+            factor = inverse(scales)
 
             def divide(columns: Any, wide: Any = wide, numbers: Any = numbers, factor: Array = factor) -> None:
-                numbers[rows, columns] = jnp.round(wide[:, columns] * factor).astype(jnp.int8)
+                numbers[rows, columns] = narrow(wide[:, columns] * factor, numbers.dtype)
 
             by_strips(wide.shape[1], chunk, divide)
 
@@ -182,8 +187,8 @@ def _round_rows_of(functions: Sequence[Elementwise], has_factor: Sequence[bool],
 
 
 def round_columns_of(
-    inputs: Sequence[Float[Array, "B 1 T W"]], function: Elementwise, factor: Float[Array, "B T 1"]
-) -> list[tuple[Int8[Array, "B T W"], Float[Array, "B 1 W"]]]:
+    inputs: Sequence[Float[Array, "B 1 T W"]], function: Elementwise, factor: Float[Array, "B T 1"], dtype: DTypeLike
+) -> list[tuple[EightBits[Array, "B T W"], Float[Array, "B 1 W"]]]:
     """Return each result of a function of the inputs times a factor of each position, rounded, and a scale for each row and column."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
@@ -199,9 +204,9 @@ def round_columns_of(
         + [pl.BlockSpec((None, T, 1), lambda b, j: (b, 0, 0))],
         [spec for _ in range(count) for spec in (by_column(T), by_column(1))],
         [
-            jax.ShapeDtypeStruct((B, rows, W), dtype)
+            jax.ShapeDtypeStruct((B, *size), size_dtype)
             for _ in range(count)
-            for rows, dtype in ((T, jnp.int8), (1, jnp.float32))
+            for size, size_dtype in (((T, W), dtype), ((1, W), jnp.float32))
         ],
         scratch_shapes=[pltpu.VMEM((T, LANES), jnp.float32)] * count,
         name="round_columns_of",
@@ -229,13 +234,14 @@ def _round_columns_of(function: Elementwise, num_inputs: int, *refs: Any) -> Non
         )
 
     maxima = lax.fori_loop(0, T // chunk, compute, (jnp.zeros((1, columns), jnp.float32),) * count)
-    factors = [inverse(maximum / LARGEST) for maximum in maxima]
+    largest = largest_number(results[0].dtype)
+    factors = [inverse(maximum / largest) for maximum in maxima]
     for maximum, scale in zip(maxima, results[1::2], strict=True):
-        scale[...] = maximum / LARGEST
+        scale[...] = maximum / largest
 
     def divide(rows: Any) -> None:
         for wide, numbers, scale_inverse in zip(wides, results[::2], factors, strict=True):
-            numbers[rows] = jnp.round(wide[rows] * scale_inverse).astype(jnp.int8)
+            numbers[rows] = narrow(wide[rows] * scale_inverse, numbers.dtype)
 
     by_strips(T, chunk, divide)
 

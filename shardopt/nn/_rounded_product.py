@@ -1,6 +1,6 @@
-"""Pallas kernels for TPU that round matrices to int8 and multiply them, each in one pass over its operands.
+"""Pallas kernels for TPU that round matrices to 8 bits and multiply them, each in one pass over its operands.
 
-XLA reads an array twice to round it, for its maxima and for its numbers, and writes sums in int32. Here a block of whole rows
+XLA reads an array twice to round it, for its maxima and for its numbers, and writes sums in 32 bits. Here a block of whole rows
 or columns is rounded while it is in VMEM, and sums are scaled before they leave it. No operand is transposed in HBM. On other
 devices the kernels run interpreted, for tests.
 
@@ -17,14 +17,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int8
+from jaxtyping import Array, Float, Shaped
 
-from shardopt.core._rounded_weight import eight_bits, inverse
+from shardopt.core._rounded_weight import Precision, eight_bits, inverse, largest_number, narrow
 from shardopt.nn._kernel_tiles import LANES, ROWS, by_strips, call_kernel, largest_block, product, vmem
 from shardopt.nn._norm import rsqrt_of_mean_square
 
+EightBits = Shaped
+"""The annotation of arrays in int8, float8_e4m3fn or float8_e5m2."""
 STRIP = 256
-LARGEST = eight_bits("int8")[1]
 _BYTES = 22
 """The bytes of VMEM for a number that is rounded: two buffers of it, and float32."""
 
@@ -36,11 +37,13 @@ class Sizes(NamedTuple):
       parts: C.
       heads: the heads of the result.
       by_channel: whether the rows of the weight are channels, and else summed.
+      precision: of rounded numbers.
     """
 
     parts: int
     heads: int
     by_channel: bool
+    precision: Precision
 
 
 class MatrixWeight(NamedTuple):
@@ -53,7 +56,7 @@ class MatrixWeight(NamedTuple):
     """
 
     zeros: tuple[Float[Array, "R S/C"], ...]
-    numbers: Int8[Array, "R S"]
+    numbers: EightBits[Array, "R S"]
     scale: Float[Array, "1 CN"]
 
 
@@ -65,7 +68,7 @@ class RoundedTokens(NamedTuple):
       scale: the factors of its tokens.
     """
 
-    numbers: Int8[Array, "B T HW"]
+    numbers: EightBits[Array, "B T HW"]
     scale: Float[Array, "B T 1"]
 
 
@@ -74,7 +77,7 @@ NO_GRADIENT: Any = RoundedTokens(None, None)  # pyright: ignore[reportArgumentTy
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def int8_product(
+def rounded_product(
     sizes: Sizes,
     x: Float[Array, "B H T W"],
     tokens: RoundedTokens,
@@ -109,15 +112,16 @@ def _with_residuals(
 
 def _gradients(sizes: Sizes, residuals: Any, grads: tuple[Array, ...]) -> Any:
     like_x, like_weight, like_added, qx, x_scale, numbers, scale = residuals
-    by_token, token_scale = round_rows(grads, scale)
+    dtype = eight_bits(sizes.precision)[1]
+    by_token, token_scale = round_rows(grads, dtype, scale)
     heads = like_x.shape[1]
     dx = gradient_of_tokens(by_token, token_scale, numbers, sizes, heads, dtype=like_x.dtype)
-    by_channel = [round_columns(grad, x_scale) for grad in grads]
+    by_channel = [round_columns(grad, dtype, x_scale) for grad in grads]
     dw = tuple(gradient_of_weight(qx, *rounded, sizes, dtype=like_weight.dtype) for rounded in by_channel)
     return dx, NO_GRADIENT, gradient_of(dw), None if like_added is None else grads[0]
 
 
-int8_product.defvjp(_with_residuals, _gradients)
+rounded_product.defvjp(_with_residuals, _gradients)
 
 
 def like(added: Array | None) -> Array | None:
@@ -131,10 +135,17 @@ def gradient_of(parts: tuple[Array, ...]) -> MatrixWeight:
     return MatrixWeight(parts, *no_gradients)
 
 
-def rounded_matrix(weight: Float[Array, "K S"]) -> tuple[Int8[Array, "K S"], Float[Array, "1 S"]]:
-    """Return a weight rounded, and the factors of its channels."""
-    numbers, scale = round_columns(weight[None, None])
+def rounded_matrix(
+    weight: Float[Array, "K S"], dtype: DTypeLike
+) -> tuple[EightBits[Array, "K S"], Float[Array, "1 S"]]:
+    """Return a weight rounded to a dtype, and the factors of its channels."""
+    numbers, scale = round_columns(weight[None, None], dtype)
     return numbers[0], scale[0]
+
+
+def sums_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """Return the dtype in which products of 8 bits are summed."""
+    return jnp.dtype(jnp.int32 if dtype == jnp.int8 else jnp.float32)
 
 
 class Tile(NamedTuple):
@@ -144,7 +155,9 @@ class Tile(NamedTuple):
     columns: int
 
 
-def round_rows(parts: Sequence[Float[Array, "B H T W"]], factor: Float[Array, "1 S"] | None = None) -> RoundedTokens:
+def round_rows(
+    parts: Sequence[Float[Array, "B H T W"]], dtype: DTypeLike, factor: Float[Array, "1 S"] | None = None
+) -> RoundedTokens:
     """Return parts side by side, times a factor of each column, rounded, and a scale for each token over all of them."""
     from jax.experimental import pallas as pl  # imported late, since the import takes long
 
@@ -159,7 +172,7 @@ def round_rows(parts: Sequence[Float[Array, "B H T W"]], factor: Float[Array, "1
         [*parts, *([] if factor is None else [factor])],
         in_specs,
         [pl.BlockSpec((None, block, width), lambda b, i: (b, i, 0)) for width in (S, 1)],
-        [jax.ShapeDtypeStruct((B, T, S), jnp.int8), jax.ShapeDtypeStruct((B, T, 1), jnp.float32)],
+        [jax.ShapeDtypeStruct((B, T, S), dtype), jax.ShapeDtypeStruct((B, T, 1), jnp.float32)],
         name="round_rows",
     )
     return RoundedTokens(*rounded)
@@ -175,15 +188,17 @@ def _round_rows(num_parts: int, *refs: Any) -> None:
         if factor:
             heads = [head * factor[0][:, i * W : (i + 1) * W] for i, head in enumerate(heads)]
         maxima = [jnp.max(jnp.abs(head), axis=1, keepdims=True) for head in heads]
-        scales = functools.reduce(jnp.maximum, maxima) / LARGEST
+        scales = functools.reduce(jnp.maximum, maxima) / largest_number(numbers.dtype)
         scale[rows] = scales
         for i, head in enumerate(heads):
-            numbers[rows, i * W : (i + 1) * W] = _divided(head, scales)
+            numbers[rows, i * W : (i + 1) * W] = narrow(head * inverse(scales), numbers.dtype)
 
     by_strips(block, ROWS, round_strip)
 
 
-def norm_and_round(x: Float[Array, "B T D"], scale: Float[Array, " D"], epsilon: float) -> RoundedTokens:
+def norm_and_round(
+    x: Float[Array, "B T D"], scale: Float[Array, " D"], epsilon: float, dtype: DTypeLike
+) -> RoundedTokens:
     """Return `rms_norm(x, scale, epsilon)` rounded, in one pass over x."""
     from jax.experimental import pallas as pl
 
@@ -195,7 +210,7 @@ def norm_and_round(x: Float[Array, "B T D"], scale: Float[Array, " D"], epsilon:
         [x, scale[None]],
         [pl.BlockSpec((None, block, D), lambda b, i: (b, i, 0)), pl.BlockSpec((1, D), lambda b, i: (0, 0))],
         [pl.BlockSpec((None, block, width), lambda b, i: (b, i, 0)) for width in (D, 1)],
-        [jax.ShapeDtypeStruct((B, T, D), jnp.int8), jax.ShapeDtypeStruct((B, T, 1), jnp.float32)],
+        [jax.ShapeDtypeStruct((B, T, D), dtype), jax.ShapeDtypeStruct((B, T, 1), jnp.float32)],
         name="norm_and_round",
     )
     return RoundedTokens(*rounded)
@@ -208,15 +223,15 @@ def _norm_and_round(epsilon: float, x: Any, factor: Any, numbers: Any, scale: An
         # rounded to the dtype of x like the norm outside of the kernel
         normed = (wide * inverse_norm).astype(x.dtype).astype(jnp.float32) * factor[...].astype(jnp.float32)
         normed = normed.astype(jnp.result_type(x.dtype, factor.dtype)).astype(jnp.float32)
-        scale[rows] = jnp.max(jnp.abs(normed), axis=1, keepdims=True) / LARGEST
-        numbers[rows] = _divided(normed, scale[rows])
+        scale[rows] = jnp.max(jnp.abs(normed), axis=1, keepdims=True) / largest_number(numbers.dtype)
+        numbers[rows] = narrow(normed * inverse(scale[rows]), numbers.dtype)
 
     by_strips(x.shape[0], ROWS, round_strip)
 
 
 def round_columns(
-    x: Float[Array, "B H T W"], factor: Float[Array, "B T 1"] | None = None
-) -> tuple[Int8[Array, "B T HW"], Float[Array, "B 1 HW"]]:
+    x: Float[Array, "B H T W"], dtype: DTypeLike, factor: Float[Array, "B T 1"] | None = None
+) -> tuple[EightBits[Array, "B T HW"], Float[Array, "B 1 HW"]]:
     """Return heads side by side, times a factor of each position, rounded, and a scale for each row and column over T."""
     from jax.experimental import pallas as pl
 
@@ -230,7 +245,7 @@ def round_columns(
         [x, *([] if factor is None else [factor])],
         in_specs,
         [pl.BlockSpec((None, rows, block), lambda b, h, j: (b, 0, h * (W // block) + j)) for rows in (T, 1)],
-        [jax.ShapeDtypeStruct((B, T, H * W), jnp.int8), jax.ShapeDtypeStruct((B, 1, H * W), jnp.float32)],
+        [jax.ShapeDtypeStruct((B, T, H * W), dtype), jax.ShapeDtypeStruct((B, 1, H * W), jnp.float32)],
         name="round_columns",
     )
 
@@ -241,15 +256,11 @@ def _round_columns(x_ref: Any, *refs: Any) -> None:
     def round_strip(columns: Any) -> None:
         x = x_ref[:, columns].astype(jnp.float32)
         x = x * factor[0][...] if factor else x
-        scales = jnp.max(jnp.abs(x), axis=0, keepdims=True) / LARGEST
+        scales = jnp.max(jnp.abs(x), axis=0, keepdims=True) / largest_number(numbers.dtype)
         scale[:, columns] = scales
-        numbers[:, columns] = _divided(x, scales)
+        numbers[:, columns] = narrow(x * inverse(scales), numbers.dtype)
 
     by_strips(x_ref.shape[1], LANES, round_strip)
-
-
-def _divided(x: Array, scale: Array) -> Array:
-    return jnp.round(x * inverse(scale)).astype(jnp.int8)
 
 
 class _Result(NamedTuple):
@@ -297,9 +308,9 @@ def _write(out: Any, columns: Any, value: Array) -> None:
 
 
 def forward(
-    x: Int8[Array, "B T K"],
+    x: EightBits[Array, "B T K"],
     x_scale: Float[Array, "B T 1"],
-    weight: Int8[Array, "R S"],
+    weight: EightBits[Array, "R S"],
     weight_scale: Float[Array, "1 CN"],
     sizes: Sizes,
     part: int,
@@ -331,7 +342,7 @@ def forward(
         + [pl.BlockSpec(result.block, result.place)] * (added is not None),
         [pl.BlockSpec(result.block, result.place)],
         [jax.ShapeDtypeStruct(result.shape, dtype)],
-        name="int8_forward",
+        name=f"{sizes.precision}_forward",
         flops=2 * B * T * K * N,
     )[0]
 
@@ -341,7 +352,7 @@ def _forward(summed: int, x: Any, x_scale: Any, weight: Any, weight_scale: Any, 
 
     def multiply_strip(columns: Any) -> None:
         strip = weight[columns] if summed else weight[:, columns]
-        sums = product(x[...], strip, 1, summed, jnp.int32).astype(jnp.float32)
+        sums = product(x[...], strip, 1, summed, sums_dtype(strip.dtype)).astype(jnp.float32)
         y = (sums * x_scale[...] * weight_scale[:, columns]).astype(out.dtype)
         if added:  # rounded to the dtype of the result before and after, like outside of the kernel
             y = (y.astype(jnp.float32) + added[0][0, :, columns].astype(jnp.float32)).astype(out.dtype)
@@ -352,9 +363,9 @@ def _forward(summed: int, x: Any, x_scale: Any, weight: Any, weight_scale: Any, 
 
 
 def gradient_of_tokens(
-    grad: Int8[Array, "B T CN"],
+    grad: EightBits[Array, "B T CN"],
     grad_scale: Float[Array, "B T 1"],
-    weight: Int8[Array, "R S"],
+    weight: EightBits[Array, "R S"],
     sizes: Sizes,
     heads: int,
     *,
@@ -384,9 +395,9 @@ def gradient_of_tokens(
         ],
         [pl.BlockSpec(result.block, lambda b, i, j, c: result.place(b, i, j))],
         [jax.ShapeDtypeStruct(result.shape, dtype)],
-        name="int8_gradient_of_tokens",
+        name=f"{sizes.precision}_gradient_of_tokens",
         flops=2 * B * T * S * K,
-        scratch_shapes=[pltpu.VMEM((tile.rows, columns), jnp.int32)],
+        scratch_shapes=[pltpu.VMEM((tile.rows, columns), sums_dtype(weight.dtype))],
         sequential=1,
     )[0]
 
@@ -398,7 +409,7 @@ def _gradient_of_tokens(summed: int, grad: Any, grad_scale: Any, weight: Any, ou
 
     def multiply_strip(columns: Any) -> None:
         factor = weight[columns] if summed else weight[:, columns]
-        x = product(grad[...], factor, 1, summed, jnp.int32)
+        x = product(grad[...], factor, 1, summed, sums_dtype(factor.dtype))
         total = x + jnp.where(part == 0, 0, sums[:, columns])
 
         @pl.when(part < last)
@@ -413,14 +424,14 @@ def _gradient_of_tokens(summed: int, grad: Any, grad_scale: Any, weight: Any, ou
 
 
 def gradient_of_weight(
-    x: Int8[Array, "B T K"],
-    grad: Int8[Array, "B T N"],
+    x: EightBits[Array, "B T K"],
+    grad: EightBits[Array, "B T N"],
     grad_scale: Float[Array, "B 1 N"],
     sizes: Sizes,
     *,
     dtype: DTypeLike,
 ) -> Float[Array, "R S/C"]:
-    """Return the product over tokens as a part of the weight; a row is summed in int32, rows in float32.
+    """Return the product over tokens as a part of the weight; a row is summed in 32 bits, rows in float32.
 
     The gradients contain the scales of x.
     """
@@ -446,9 +457,9 @@ def gradient_of_weight(
         [row_spec, column_spec, scale_spec],
         [pl.BlockSpec(tuple(tile), lambda i, j, b, t: (i, j))],
         [jax.ShapeDtypeStruct((rows, columns), dtype)],
-        name="int8_gradient_of_weight",
+        name=f"{sizes.precision}_gradient_of_weight",
         flops=2 * B * T * K * N,
-        scratch_shapes=[pltpu.VMEM(tuple(tile), jnp.int32), pltpu.VMEM(tuple(tile), jnp.float32)],
+        scratch_shapes=[pltpu.VMEM(tuple(tile), sums_dtype(x.dtype)), pltpu.VMEM(tuple(tile), jnp.float32)],
         sequential=2,
     )[0]
 
@@ -460,7 +471,7 @@ def _gradient_of_weight(row_factor: Any, column_factor: Any, scale: Any, out: An
     last_row, last_piece = pl.num_programs(2) - 1, pl.num_programs(3) - 1
 
     def multiply_strip(rows: Any) -> None:  # not of columns: each would transpose the first factor again
-        total = product(row_factor[:, rows], column_factor[...], 0, 0, jnp.int32)
+        total = product(row_factor[:, rows], column_factor[...], 0, 0, row_sums.dtype)
         total += jnp.where(piece == 0, 0, row_sums[rows])
 
         @pl.when(piece < last_piece)

@@ -1,4 +1,4 @@
-"""Pallas kernels for TPU that round rows sorted by expert to int8, and multiply them by the weights of their experts.
+"""Pallas kernels for TPU that round rows sorted by expert to 8 bits, and multiply them by the weights of their experts.
 
 The experts are the parts of one matrix, see `core._rounded_weight.Form`. A step of a kernel visits the rows of one expert in
 one tile of rows. Rows of no expert are neither rounded nor multiplied.
@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Int8
+from jaxtyping import Array, Float, Int
 
-from shardopt.core._rounded_weight import inverse
-from shardopt.nn._int8_product import LARGEST, STRIP, MatrixWeight, gradient_of, like
+from shardopt.core._rounded_weight import Precision, eight_bits, inverse, largest_number, narrow
 from shardopt.nn._kernel_tiles import LANES, ROWS, by_strips, call_kernel, largest_block, product, vmem
+from shardopt.nn._rounded_product import STRIP, EightBits, MatrixWeight, gradient_of, like, sums_dtype
 
 
 class RoundedRows(NamedTuple):
@@ -28,7 +28,7 @@ class RoundedRows(NamedTuple):
       scale: the factors of the rows.
     """
 
-    numbers: Int8[Array, "M K"]
+    numbers: EightBits[Array, "M K"]
     scale: Float[Array, "M 1"]
 
 
@@ -82,16 +82,16 @@ class Layout(NamedTuple):
     """The static part of a product.
 
     Attributes:
-      experts: E.
       by_channel: whether the rows of the matrix are channels, and else summed.
+      precision: of rounded numbers.
     """
 
-    experts: int
     by_channel: bool
+    precision: Precision
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def int8_expert_product(
+def rounded_expert_product(
     layout: Layout,
     x: Float[Array, "M K"],
     rows: RoundedRows,
@@ -121,14 +121,14 @@ def _with_residuals(layout: Layout, x: Array, rows: RoundedRows, weight: MatrixW
 
 def _gradients(layout: Layout, residuals: Any, grad: Array) -> Any:
     x, like_weight, numbers, scale, sizes = residuals
-    rows = round_by_expert(grad, sizes, scale)
+    rows = round_by_expert(grad, sizes, eight_bits(layout.precision)[1], scale)
     dx = multiply(rows, numbers, None, sizes, summed_rows=layout.by_channel, dtype=x.dtype)
     factors = (grad, x) if layout.by_channel else (x, grad)
     dw = gradient_of_experts(*factors, sizes, dtype=like_weight.dtype)
     return dx, RoundedRows(None, None), gradient_of((dw,)), None  # pyright: ignore[reportArgumentType]
 
 
-int8_expert_product.defvjp(_with_residuals, _gradients)
+rounded_expert_product.defvjp(_with_residuals, _gradients)
 
 
 def _rows_of_visit(tile: Any, first: Any, end: Any, start: Any, count: int, rows: int) -> Array:
@@ -138,7 +138,7 @@ def _rows_of_visit(tile: Any, first: Any, end: Any, start: Any, count: int, rows
 
 
 def round_by_expert(
-    x: Float[Array, "M K"], sizes: Int[Array, " E"], factor: Float[Array, "1 EK"] | None = None
+    x: Float[Array, "M K"], sizes: Int[Array, " E"], dtype: DTypeLike, factor: Float[Array, "1 EK"] | None = None
 ) -> RoundedRows:
     """Return rows, times a factor of each expert's columns, rounded, and a scale for each row."""
     from jax.experimental import pallas as pl  # imported late, since the import takes long
@@ -153,7 +153,7 @@ def round_by_expert(
         [x, *([] if factor is None else [factor])],
         [by_row(K)] + [pl.BlockSpec((1, K), lambda v, _, expert, *__: (0, expert[v]))] * (factor is not None),
         [by_row(K), by_row(1)],
-        [jax.ShapeDtypeStruct((M, K), jnp.int8), jax.ShapeDtypeStruct((M, 1), jnp.float32)],
+        [jax.ShapeDtypeStruct((M, K), dtype), jax.ShapeDtypeStruct((M, 1), jnp.float32)],
         name="round_by_expert",
         sequential=1,
         scalars=visits,
@@ -172,13 +172,13 @@ def _round_by_expert(tile: Any, expert: Any, first: Any, end: Any, x: Any, *refs
         rows = pl.ds(pl.multiple_of(i * ROWS, ROWS), ROWS)
         wide = x[rows].astype(jnp.float32)
         wide = wide * factor[0][...] if factor else wide
-        new_scale = jnp.max(jnp.abs(wide), axis=1, keepdims=True) / LARGEST
-        rounded = jnp.round(wide * inverse(new_scale))
+        new_scale = jnp.max(jnp.abs(wide), axis=1, keepdims=True) / largest_number(numbers.dtype)
+        rounded = wide * inverse(new_scale)
         if keeps:
             mine = _rows_of_visit(tile[visit], first[visit], end[visit], i * ROWS, ROWS, block)
             rounded = jnp.where(mine, rounded, numbers[rows].astype(jnp.float32))
             new_scale = jnp.where(mine, new_scale, scale[rows])
-        numbers[rows] = rounded.astype(jnp.int8)
+        numbers[rows] = narrow(rounded, numbers.dtype)
         scale[rows] = new_scale
 
     # The first strip may begin with rows of the visit before. The last one may end with rows of the next, which comes later.
@@ -194,7 +194,7 @@ def _round_by_expert(tile: Any, expert: Any, first: Any, end: Any, x: Any, *refs
 
 def multiply(
     rows: RoundedRows,
-    matrix: Int8[Array, "R S"],
+    matrix: EightBits[Array, "R S"],
     channel_scale: Float[Array, "1 EN"] | None,
     sizes: Int[Array, " E"],
     *,
@@ -227,7 +227,7 @@ def multiply(
         [by_row(K), by_row(1), of_matrix] + [by_column(1)] * (channel_scale is not None),
         [pl.BlockSpec((tile_rows, columns), lambda j, v, tile, *_: (tile[v], j))],
         [jax.ShapeDtypeStruct((M, N), dtype)],
-        name="int8_expert_product",
+        name=f"{'int8' if matrix.dtype == jnp.int8 else 'fp8'}_expert_product",
         flops=2 * M * K * N,
         sequential=1,
         scalars=visits,
@@ -253,7 +253,7 @@ def _multiply(
 
         def multiply_strip(columns: Any) -> None:
             strip = matrix[columns] if summed else matrix[:, columns]
-            y = product(x[...], strip, 1, summed, jnp.int32).astype(jnp.float32) * x_scale[...]
+            y = product(x[...], strip, 1, summed, sums_dtype(strip.dtype)).astype(jnp.float32) * x_scale[...]
             y = y * channel_scale[0][:, columns] if channel_scale else y
             out[:, columns] = jnp.where(mine, y.astype(out.dtype), out[:, columns])
 
