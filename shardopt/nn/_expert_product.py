@@ -17,9 +17,8 @@ from shardopt.core._rounded_weight import Form, Precision, RoundedWeight, Roundi
 from shardopt.core._types import wide_dtype
 from shardopt.mesh import device_kind_or_default
 from shardopt.nn._grouped_product import grouped_product, implementation, multiply_by_group, multiply_groups
-from shardopt.nn._kernel_tiles import LANES
-from shardopt.nn._low_precision import Rounded, kernels_multiply, round_array
-from shardopt.nn._rounded_experts import Layout, round_by_expert, rounded_expert_product
+from shardopt.nn._low_precision import Rounded, check_intact, kernels_multiply, round_array
+from shardopt.nn._rounded_experts import Layout, round_by_expert, rounded_expert_product, takes
 from shardopt.nn._rounded_product import MatrixWeight
 
 
@@ -79,8 +78,10 @@ def _check_rounding(weight: RoundedWeight, precision: Precision | None) -> None:
     """Refuse a weight that was rounded for another product.
 
     Raises:
+      TypeError: if its numbers or scales were cast.
       ValueError: if it was not rounded for experts with this precision, and each expert by its channels.
     """
+    check_intact("mixture_of_experts", weight)
     rounding = weight.form.rounding
     if rounding._replace(dtype=None) != Rounding(precision or "int8", experts=True) or precision is None:
         problem = f"a weight was rounded by {rounding}, and is used with precision {precision!r}."
@@ -90,8 +91,7 @@ def _check_rounding(weight: RoundedWeight, precision: Precision | None) -> None:
 
 def _kernels_take(precision: Precision, weights: Sequence[Array | RoundedWeight]) -> bool:
     """Return whether the kernels for TPU run here, and take these weights."""
-    fits = not any(size % LANES for weight in weights for size in weight.shape[1:])
-    return fits and kernels_multiply(precision)
+    return kernels_multiply(precision) and all(takes(size) for weight in weights for size in weight.shape[1:])
 
 
 def _matrix_weight(weight: Array | RoundedWeight, precision: Precision) -> tuple[Layout, MatrixWeight]:

@@ -117,10 +117,10 @@ def quantized_einsum(
     **Rows**: of the dims of tokens, the last one counts positions, and the others count rows. With a single dim of tokens, dw
     is x^T g without rounding, since devices may share this dim.
 
-    **Kernels**: on TPU, Pallas kernels compute all three products of "int8" in 8 bits. They need whole rows and weights on a
-    device (neither tensor nor context axes, no `view="global"`), at least one dim of rows, x as "rows, positions, summed dims",
-    sizes in multiples of 128, rows and columns that fit into VMEM, and a result whose channels follow its tokens. Otherwise, on
-    GPU, and for "fp8", XLA multiplies y and dx in 8 bits. It multiplies the same rounded numbers of dw in the dtype of the
+    **Kernels**: on TPU, Pallas kernels compute all three products in 8 bits, those of "fp8" on TPU 7x. They need whole rows and
+    weights on a device (neither tensor nor context axes, no `view="global"`), at least one dim of rows, x as "rows, positions,
+    summed dims", sizes in multiples of 128, rows and columns that fit into VMEM, and a result whose channels follow its tokens.
+    Otherwise, and on GPU, XLA multiplies y and dx in 8 bits. It multiplies the same rounded numbers of dw in the dtype of the
     gradients. `docs/notes/low_precision.md` compares a step of Llama 3 8B with its step in bfloat16.
 
     **Equivalence**: scales are of a token, a row or a channel, and no row is shared but over context, where devices take the
@@ -183,10 +183,7 @@ def _check_rounding(subscripts: str, weight: RoundedWeight, precision: str | Non
       ValueError: if the product has another precision, or sums over other dims.
     """
     rounding = weight.form.rounding
-    if not weight.is_intact:
-        problem = "the arrays within a weight that BlockModel.rounded names were cast, and it is rounded to 8 bits."
-        fix = 'cast the weight itself: give jax.tree.map is_leaf=lambda leaf: hasattr(leaf, "astype").'
-        raise TypeError(format_error("quantized_einsum", problem, fix=fix))
+    check_intact("quantized_einsum", weight)
     x, letters, _ = parse_subscripts(subscripts)
     if precision != rounding.precision or set(letters[: rounding.summed]) != set(x) & set(letters):
         problem = (
@@ -195,6 +192,18 @@ def _check_rounding(subscripts: str, weight: RoundedWeight, precision: str | Non
         )
         fix = "describe this product in BlockModel.rounded, or take the weight out of it."
         raise ValueError(format_error("quantized_einsum", problem, fix=fix))
+
+
+def check_intact(caller: str, weight: RoundedWeight) -> None:
+    """Refuse a rounded weight whose arrays were cast.
+
+    Raises:
+      TypeError: if numbers or scales have another dtype than that of their rounding.
+    """
+    if not weight.is_intact:
+        problem = "the arrays within a weight that BlockModel.rounded names were cast, and it is rounded to 8 bits."
+        fix = 'cast the weight itself: give jax.tree.map is_leaf=lambda leaf: hasattr(leaf, "astype").'
+        raise TypeError(format_error(caller, problem, fix=fix))
 
 
 def check_precision(caller: str, precision: str | None) -> None:

@@ -19,6 +19,9 @@ from shardopt.core._rounded_weight import Precision, eight_bits, inverse, larges
 from shardopt.nn._kernel_tiles import LANES, ROWS, by_strips, call_kernel, largest_block, product, vmem
 from shardopt.nn._rounded_product import STRIP, EightBits, MatrixWeight, gradient_of, like, sums_dtype
 
+_BYTES = 24
+"""The bytes of VMEM for a number that is rounded: two buffers of it and of its factor, and float32."""
+
 
 class RoundedRows(NamedTuple):
     """Rows in 8 bits.
@@ -144,7 +147,7 @@ def round_by_expert(
     from jax.experimental import pallas as pl  # imported late, since the import takes long
 
     M, K = x.shape
-    block = largest_block(512, 512, ROWS, 24 * K)
+    block = largest_block(512, 512, ROWS, _BYTES * K)
     visits = Visits.of(sizes, M, block, by_expert=False)
     by_row = lambda width: pl.BlockSpec((block, width), lambda v, tile, *_: (tile[v], 0))  # noqa: E731
     rounded = call_kernel(
@@ -190,6 +193,11 @@ def _round_by_expert(tile: Any, expert: Any, first: Any, end: Any, x: Any, *refs
 
     end_strip = (end[visit] - start + ROWS - 1) // ROWS
     lax.fori_loop(begin + shared.astype(jnp.int32), end_strip, lambda i, _: round_strip(i, keeps=False), None)
+
+
+def takes(size: int) -> bool:
+    """Return whether the kernels take a summed dim, or channels, of a size: whole rows fit into VMEM."""
+    return size % LANES == 0 and _BYTES * ROWS * size <= vmem()
 
 
 def multiply(
