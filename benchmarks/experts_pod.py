@@ -195,7 +195,7 @@ def compared(row: Row, facts: dict[str, Any]) -> dict[str, Any]:
     active, shape = step_flops(work, layout, batch_size=chips), shape_of(row)
     attention = 4 * work.num_blocks * work.attention.flops  # forwards twice and backwards
     tokens = row.expert * min(LENGTH, shape.expert_chunk or LENGTH)
-    tile = 128 if row.topology.startswith("v5p") else 512  # of ragged_dot and of megablox
+    tile = 256 if row.precision else 128 if row.topology.startswith("v5p") else 512  # of ragged_dot and of megablox
     sizes = {"num_experts": shape.num_experts, "top_k": shape.top_k, "devices": row.expert}
     return {
         "arguments_ratio": arguments / facts["memory"]["arguments"],

@@ -184,6 +184,9 @@ def test_steps_in_8_bits():
     claim = f"{min(ratios):.2f} to {max(ratios):.2f} of the time"
     assert f"{claim} in bfloat16" in page("models.md")
     assert f"{claim} of bfloat16, compiled for v6e" in page("benchmarks.md")
+    plain, rounded = (compiled[f"llama3-8b tpu7x:2x4x4 8192 x 1 {precision}"] for precision in ("bfloat16", "fp8"))
+    milliseconds, fp8_ratio = (rounded["seconds"] * 1e3, plain["seconds"] * 1e3), rounded["seconds"] / plain["seconds"]
+    assert "{:.0f} ms a step, and {:.0f} in bfloat16, so {:.2f}".format(*milliseconds, fp8_ratio) in text
     of_experts = results("experts_pod")
     plain, rounded = (of_experts[f"mixtral-8x7b v6e:8x8 expert=1{name}"]["shardopt"] for name in ("", " int8"))
     ratio, milliseconds = rounded["seconds"] / plain["seconds"], [one["seconds"] * 1e3 for one in (rounded, plain)]
