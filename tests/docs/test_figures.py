@@ -192,7 +192,7 @@ def test_steps_in_8_bits():
     ratio, milliseconds = rounded["seconds"] / plain["seconds"], [one["seconds"] * 1e3 for one in (rounded, plain)]
     assert "{:.0f} ms a step, and {:.0f} in bfloat16, so {:.2f}".format(*milliseconds, ratio) in text
     sent = [one["sent"]["all-gather over data"]["wire_bytes"] / 1e9 for one in (rounded, plain)]
-    assert "gathers send {:.0f} GB, and {:.0f}".format(*sent) in text
+    assert "gathers of a step send {:.0f} GB, and {:.0f}".format(*sent) in text
     assert f"and one of Mixtral 8x7B {ratio:.2f}" in page("models.md")
 
 
