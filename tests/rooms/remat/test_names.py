@@ -1,5 +1,7 @@
 """Remat by name: what is kept, what is computed again, that steps are the same, and names that blocks do not have."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -170,8 +172,8 @@ def test_kernels_and_host_memory_on_tpu(tensor):
         return so.aot(make, *shapes, topology="v5e:2x4", tensor=tensor)
 
     save, offload, full = report("save:qkv,attention"), report("offload:qkv,attention"), report("full")
-    kernels = [one.text.count('custom_call_target="tpu_custom_call"') for one in (save, full)]
-    assert kernels == [2, 3]  # splash forward, backward, and forward again
+    kernels = [re.findall(r"%splash_(\w+?)[.\d]* = .* custom-call\(", one.text) for one in (save, full)]
+    assert kernels == [["forward", "backward"], ["forward", "forward", "backward"]]
     in_host_memory = "S(5)"
     assert in_host_memory not in save.text
     assert in_host_memory in offload.text
