@@ -403,7 +403,7 @@ class Interpreter:
         if target == "AllocateBuffer":
             shape = line.result
             return lambda devices, values: np.zeros((len(devices.positions), *shape.dims), shape.dtype)
-        if target == "AssumeGatherIndicesInBound":
+        if target in ("AssumeGatherIndicesInBound", "LayoutConstraint"):
             return lambda devices, values: values[0]
         if target not in CUSTOM_CALLS:
             raise ValueError(f"the custom call {target} is not interpreted")

@@ -150,6 +150,13 @@ def test_refuses_with_the_instruction_and_the_reason(old, new, reason):
         interpret(SUM.replace(old, new), [np.ones((2, 2), np.float32)])
 
 
+@pytest.mark.parametrize("target", ["AssumeGatherIndicesInBound", "LayoutConstraint"])
+def test_what_is_said_to_the_compiler_changes_no_value(target):
+    shards = np.array([[1, 2], [3, 4]], np.float32)
+    (same,) = interpret(SUM.replace("all-reduce(x)", f'custom-call(x), custom_call_target="{target}"'), [shards])
+    np.testing.assert_array_equal(same, shards)
+
+
 def test_constants_that_the_text_leaves_out_are_refused():
     text = SUM.replace("x = f32[2]{0} parameter(0)", "z = f32[99]{0} constant({...})\n  x = f32[2]{0} parameter(0)")
     with pytest.raises(CannotInterpretError, match="print the module with `print_large_constants`"):
