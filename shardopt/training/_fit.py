@@ -3,8 +3,9 @@
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -296,7 +297,9 @@ class _Run:
         self.stopped = self.verdict(due=True)
 
     def new_meter(self) -> Meter:
-        return Meter(self.checkpoints, self.report_skipped, None if self.spikes is None else self.spikes.watch)
+        # a method of this run would make a cycle, and memory of the device would wait for the garbage collector
+        report_skipped = partial(_report_skipped, self.display.say, self.write_log)
+        return Meter(self.checkpoints, report_skipped, None if self.spikes is None else self.spikes.watch)
 
     def next_batch(self) -> PyTree:
         """Return the next batch, or `END` if there is no next step."""
@@ -460,12 +463,6 @@ class _Run:
         self.write_log(step, metrics)
         self.display.report(step, metrics)
 
-    def report_skipped(self, step: int, position: int, metrics: dict[str, float]) -> None:
-        """Say and log that the optimizer skipped a step."""
-        values = ", ".join(f"{name} {metrics[name]:.4g}" for name in ("loss", "grad_norm") if name in metrics)
-        self.display.say(f"The optimizer skipped step {step - 1} (batch {position}, both counted from 0): {values}.")
-        self.write_log(step, {**metrics, "skipped_batch": position})
-
     def check_finite(self, metrics: dict[str, float]) -> None:
         self.ledger.enter("checkpoint")
         position, checkpoints = self.stream.drawn - 1, self.checkpoints
@@ -480,6 +477,15 @@ class _Run:
     def sums_to_save(self) -> dict[str, LeafSums]:
         """Return the sums of the state as an argument of `save`, after comparing it with the last verified step."""
         return {} if self.verification is None else {"sums": self.verification.sums_to_save(self.state, self.step)}
+
+
+def _report_skipped(
+    say: Callable[[str], None], write_log: Log, step: int, position: int, metrics: dict[str, float]
+) -> None:
+    """Say and log that the optimizer skipped a step."""
+    values = ", ".join(f"{name} {metrics[name]:.4g}" for name in ("loss", "grad_norm") if name in metrics)
+    say(f"The optimizer skipped step {step - 1} (batch {position}, both counted from 0): {values}.")
+    write_log(step, {**metrics, "skipped_batch": position})
 
 
 _PROBE_EVERY = 10

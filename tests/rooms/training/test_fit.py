@@ -1,5 +1,7 @@
+import gc
 import re
 import signal
+import weakref
 
 import jax
 import numpy as np
@@ -232,6 +234,20 @@ def test_the_state_is_used_up(opt, new_state, batches):
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         fit(opt, state, batches, num_steps=2, progress=False)
+
+
+def test_the_state_is_freed_with_the_result(opt, new_state, batches, memory):
+    """It takes no garbage collector, which does not run because the memory of a device is full."""
+    checkpoints = memory(5)
+    gc.disable()
+    try:
+        result = fit(opt, new_state(), batches, num_steps=6, checkpoints=checkpoints, progress=False)
+        leaf = weakref.ref(result.state.step)
+        checkpoints.pending.clear()
+        del result
+        assert leaf() is None
+    finally:
+        gc.enable()
 
 
 def test_non_finite_error_is_what_users_can_catch():
