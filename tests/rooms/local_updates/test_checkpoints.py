@@ -212,11 +212,9 @@ def test_rolling_checkpoints_restore_onto_more_replicas_too(strategy_of, new_par
 def test_fit_resumes_in_the_middle_of_a_round(strategy_of, new_params, new_batches, tmp_path):
     def run(folder, steps, resume=False):
         opt = so.diloco(strategy_of("fsdp"), sync_every=6, fragments=2, delay=1)
-        checkpoints = so.Checkpoints(folder, every=2, keep=1, resume=resume)
-        batches = new_batches(12, rows=16)
-        return so.fit(
-            opt, opt.init(new_params()), batches, num_steps=steps, checkpoints=checkpoints, progress=False, log_every=1
-        )
+        batches, options = new_batches(12, rows=16), {"progress": False, "log_every": 1}
+        with so.Checkpoints(folder, every=2, keep=1, resume=resume) as checkpoints:
+            return so.fit(opt, opt.init(new_params()), batches, num_steps=steps, checkpoints=checkpoints, **options)
 
     whole = run(tmp_path / "whole", 10)
     run(tmp_path / "parts", 4)  # fragment 0 was sent with step 4
