@@ -185,7 +185,8 @@ def _check_rounding(subscripts: str, weight: RoundedWeight, precision: str | Non
     rounding = weight.form.rounding
     check_intact("quantized_einsum", weight)
     x, letters, _ = parse_subscripts(subscripts)
-    if precision != rounding.precision or set(letters[: rounding.summed]) != set(x) & set(letters):
+    is_product = precision == rounding.precision and set(letters[: rounding.summed]) == set(x) & set(letters)
+    if rounding.experts or not is_product:
         problem = (
             f"the weight was rounded to {rounding.precision} for a product that sums over its first "
             f"{plural(rounding.summed, 'dim')}, and is used in {subscripts!r} with precision {precision!r}."

@@ -144,6 +144,17 @@ def test_a_weight_that_is_rounded_for_another_product_is_refused(rounding):
         expert_products(jnp.zeros((8, 128)), [weight], jnp.zeros(4, jnp.int32), "int8", LOCAL)
 
 
+@pytest.mark.fast
+def test_weights_of_experts_are_refused_where_they_cannot_be():
+    form = form_of((4, 128, 128), 1, Rounding("int8", experts=True))
+    weight = RoundedWeight.of(jnp.zeros((128, 512), jnp.int8), jnp.ones((1, 512)), jnp.float32, form)
+    with pytest.raises(ValueError, match="is used in 'bte,edf->btdf'"):
+        so.nn.quantized_einsum("bte,edf->btdf", jnp.zeros((2, 8, 4)), weight, precision="int8")
+    cast = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weight)
+    with pytest.raises(TypeError, match=r"^mixture_of_experts: the arrays within a weight .* were cast"):
+        expert_products(jnp.zeros((8, 128)), [cast], jnp.zeros(4, jnp.int32), "int8", LOCAL)
+
+
 CONFIG = moe.MoEConfig(
     vocab_size=32, dim=16, num_layers=2, num_heads=4, num_experts=4, hidden=8, shared_hidden=4, precision="int8"
 )
