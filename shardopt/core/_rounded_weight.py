@@ -49,6 +49,15 @@ def largest_number(dtype: DTypeLike) -> float:
     return 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
 
 
+def largest_magnitude(x: Array, dims: int | tuple[int, ...]) -> Array:
+    """Return the largest absolute number over dims, which stay with size 1; NaN if one is NaN or infinite.
+
+    XLA:CPU drops NaN in the maximum of a large array, and int8 has none: NaN would become a number.
+    """
+    nan_or_zero = jnp.sum(x * 0, axis=dims, keepdims=True)
+    return jnp.max(jnp.abs(x), axis=dims, keepdims=True) + nan_or_zero
+
+
 def narrow(x: Array, dtype: DTypeLike) -> Array:
     """Return numbers up to the largest one, rounded to 8 bits."""
     return (jnp.round(x) if dtype == jnp.int8 else x).astype(dtype)
@@ -117,9 +126,9 @@ class Form(NamedTuple):
         wide, parts = rows.astype(wide_dtype(rows.dtype)), self.num_parts
         if self.by_channel:
             wide = wide.reshape(len(rows), parts, -1)
-            scale = jnp.max(jnp.abs(wide), axis=2, keepdims=True) / largest
+            scale = largest_magnitude(wide, 2) / largest
         else:
-            scale = maximum(jnp.max(jnp.abs(wide), axis=0, keepdims=True)) / largest
+            scale = maximum(largest_magnitude(wide, 0)) / largest
         numbers = narrow(wide * inverse(scale), dtype)
         return numbers.reshape(rows.shape), jnp.squeeze(scale, 2) if self.by_channel else scale
 

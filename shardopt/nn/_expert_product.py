@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from shardopt.collectives._rounded_gather import maximum_over
 from shardopt.core._errors import format_error
-from shardopt.core._rounded_weight import Form, Precision, RoundedWeight, Rounding, eight_bits
+from shardopt.core._rounded_weight import Form, Precision, RoundedWeight, Rounding, eight_bits, largest_magnitude
 from shardopt.core._types import wide_dtype
 from shardopt.mesh import device_kind_or_default
 from shardopt.nn._grouped_product import grouped_product, implementation, multiply_by_group, multiply_groups
@@ -86,6 +86,8 @@ def _check_rounding(weight: RoundedWeight, precision: Precision | None) -> None:
     if rounding._replace(dtype=None) != Rounding(precision or "int8", experts=True) or precision is None:
         problem = f"a weight was rounded by {rounding}, and is used with precision {precision!r}."
         fix = f"describe it as so.nn.Rounding({precision!r}, experts=True) in BlockModel.rounded, or take it out."
+        if precision is None:
+            fix = f"give precision={rounding.precision!r}, or take it out of BlockModel.rounded."
         raise ValueError(format_error("mixture_of_experts", problem, fix=fix))
 
 
@@ -120,7 +122,7 @@ def _maximum_over(axes: tuple[str, ...]) -> Callable[[Array, tuple[int, ...]], A
     """Return the function of the largest absolute numbers over dims and mesh axes."""
 
     def maximum(a: Array, dims: tuple[int, ...]) -> Array:
-        largest = jnp.max(jnp.abs(a), axis=dims, keepdims=True)
+        largest = largest_magnitude(a, dims)
         return maximum_over(largest, axes) if axes else largest
 
     return maximum

@@ -15,7 +15,15 @@ from jaxtyping import Array, Float
 
 from shardopt.collectives._rounded_gather import maximum_over
 from shardopt.core._errors import format_error, plural
-from shardopt.core._rounded_weight import Precision, RoundedWeight, eight_bits, inverse, largest_number, narrow
+from shardopt.core._rounded_weight import (
+    Precision,
+    RoundedWeight,
+    eight_bits,
+    inverse,
+    largest_magnitude,
+    largest_number,
+    narrow,
+)
 from shardopt.core._types import wide_dtype
 from shardopt.mesh import device_kind_or_default, is_analysed
 from shardopt.nn._kernel_tiles import LANES, kernels_run_on
@@ -363,16 +371,12 @@ def _multiply(a: Rounded, a_letters: str, b: Rounded, b_letters: str, out: str) 
     return jnp.einsum(f"{a_letters},{b_letters}->{out}", *numbers, preferred_element_type=sums).astype(wide)
 
 
-def _maximum(a: Array, dims: tuple[int, ...]) -> Array:
-    return jnp.max(jnp.abs(a), axis=dims, keepdims=True)
-
-
 def _row_maximum(a: Array, dims: tuple[int, ...]) -> Array:
     """Return the maximum over positions, of all devices along context."""
     if is_analysed():
-        return marked(ROW_MAXIMUM, functools.partial(_maximum, dims=dims))(a)
+        return marked(ROW_MAXIMUM, functools.partial(largest_magnitude, dims=dims))(a)
     axes = tuple(manual_context_axes())
-    return maximum_over(_maximum(a, dims), axes) if axes else _maximum(a, dims)
+    return maximum_over(largest_magnitude(a, dims), axes) if axes else largest_magnitude(a, dims)
 
 
 def round_array(
@@ -380,7 +384,7 @@ def round_array(
     letters: str,
     kept: str,
     dtype: DTypeLike,
-    maximum: Callable[[Array, tuple[int, ...]], Array] = _maximum,
+    maximum: Callable[[Array, tuple[int, ...]], Array] = largest_magnitude,
 ) -> Rounded:
     """Return a / scale, rounded, with a scale for each index of the `kept` dims. NaN and infinity become NaN."""
     dims = tuple(i for i, letter in enumerate(letters) if letter not in kept)

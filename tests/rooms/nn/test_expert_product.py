@@ -71,6 +71,17 @@ def test_rows_of_no_expert_give_zero_whatever_they_are():
     assert not np.any(y[len(EXPERT_OF_ROW) :])
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_what_is_not_finite_stays_so(precision):
+    x, w = draw((64, 256), (2, 256, 8), dtype=np.float32)
+    product = lambda x, w: np.isfinite(expert_products(x, [w], jnp.asarray([40, 24]), precision, LOCAL)[0])  # noqa: E731
+    for broken in (np.nan, np.inf):
+        assert np.argwhere(~product(jnp.asarray(x).at[50, 3].set(broken), w)).tolist() == [[50, n] for n in range(8)]
+        found = np.argwhere(~product(x, jnp.asarray(w).at[1, 3, 5].set(broken)))
+        assert found.tolist() == [[row, 5] for row in range(40, 64)]
+
+
 KERNEL_SIZES = ([300, 0, 212, 88], [0, 0, 0, 0], [700, 0, 0, 0], [1, 2, 3, 650])
 
 

@@ -69,9 +69,14 @@ def test_numbers_are_those_of_the_formula(precision, x64):
 @pytest.mark.fast
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
 def test_what_is_not_finite_stays_so(precision):
-    x = jnp.ones((3, 4)).at[1, 2].set(jnp.nan).at[2, 0].set(jnp.inf)
-    y = so.nn.quantized_einsum("td,df->tf", x, jnp.ones((4, 2)), precision=precision)
-    assert jnp.isfinite(y).tolist() == [[True] * 2, [False] * 2, [False] * 2]
+    x = jnp.ones((64, 256)).at[1, 2].set(jnp.nan).at[2, 0].set(jnp.inf)  # large: XLA:CPU drops NaN in such maxima
+    w = jnp.ones((256, 2))
+    product = lambda x, w: so.nn.quantized_einsum("td,df->tf", x, w, precision=precision)  # noqa: E731
+    assert np.argwhere(~np.isfinite(product(x, w))).tolist() == [[1, 0], [1, 1], [2, 0], [2, 1]]
+    for broken in (jnp.nan, jnp.inf):
+        assert np.isfinite(product(jnp.ones((64, 256)), w.at[7, 1].set(broken))).tolist() == [[True, False]] * 64
+        given = rounded_weight(w.at[7, 1].set(broken), 0, Rounding(precision))
+        assert np.isfinite(product(jnp.ones((64, 256)), given)).tolist() == [[True, False]] * 64
 
 
 @pytest.mark.fast
