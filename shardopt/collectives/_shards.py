@@ -51,7 +51,7 @@ def all_gather(
     stored_dtypes = [leaf.dtype for leaf in leaves]
     is_inexact = [jnp.issubdtype(dtype, jnp.inexact) for dtype in stored_dtypes]
     differentiable = [i for i, wire in enumerate(wires) if is_inexact[i] and wire.trained]
-    forms = {i: wire.form.here(leaves[i]) for i, wire in enumerate(wires) if wire.form is not None}
+    forms = {i: wire.form.of_shard(leaves[i]) for i, wire in enumerate(wires) if wire.form is not None}
 
     def cast(x: jax.Array, wire: LeafWire) -> jax.Array:
         if wire.gather_dtype is None or x.dtype == wire.gather_dtype:

@@ -202,8 +202,9 @@ def _rounding_problem(leaf: jax.ShapeDtypeStruct | None, rounding: object) -> st
             return f"{jnp.dtype(dtype)} is not floating"
     if not is_integer(summed) or not 0 < summed < len(shape):
         return f"shape {shape} has no product that sums over its first {summed!r} dims"
-    if rounding.parts != 1 and (rounding.experts or rounding.parts != shape[summed]):
-        return f"shape {shape} has {1 if rounding.experts else shape[summed]} parts, not parts={rounding.parts}"
+    num_parts = 1 if rounding.experts else shape[summed]
+    if rounding.parts not in (1, num_parts):
+        return f"shape {shape} has {num_parts} parts, not parts={rounding.parts}"
     return ""
 
 

@@ -39,9 +39,21 @@ class Rounding(NamedTuple):
     experts: bool = False
 
 
-def eight_bits(precision: Precision) -> tuple[DTypeLike, DTypeLike]:
-    """Return the dtypes of rounded activations and weights, and of rounded gradients."""
-    return (jnp.int8, jnp.int8) if precision == "int8" else (jnp.float8_e4m3fn, jnp.float8_e5m2)
+class Dtypes(NamedTuple):
+    """The dtypes of 8 bits of a precision.
+
+    Attributes:
+      numbers: of rounded activations and weights.
+      gradients: of rounded gradients.
+    """
+
+    numbers: DTypeLike
+    gradients: DTypeLike
+
+
+def eight_bits(precision: Precision) -> Dtypes:
+    """Return the dtypes of a precision."""
+    return Dtypes(jnp.int8, jnp.int8) if precision == "int8" else Dtypes(jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
 def largest_number(dtype: DTypeLike) -> float:
@@ -84,13 +96,13 @@ class Form(NamedTuple):
     rounding: Rounding
     by_channel: bool
 
-    def here(self, shard: Array) -> "Form":
-        """Return the form of a weight on a device that has the experts of a shard."""
+    def of_shard(self, shard: Array) -> "Form":
+        """Return the form of a weight on the device of a shard, which may have some of the experts."""
         return self._replace(shape=(shard.shape[0], *self.shape[1:])) if self.rounding.experts else self
 
     @property
     def num_parts(self) -> int:
-        """C."""
+        """The number of parts, C."""
         return self.shape[0] if self.rounding.experts else self.rounding.parts
 
     @property
@@ -103,9 +115,9 @@ class Form(NamedTuple):
 
     def matrix(self, weight: Array) -> Array:
         """Return a weight, or a shard of it, as a matrix, or the rows of a matrix."""
-        rows = self.rounding.summed if not self.by_channel else 1
+        row_dims = 1 if self.by_channel else self.rounding.summed
         ordered = jnp.transpose(weight, self.order)
-        return ordered.reshape(math.prod(ordered.shape[:rows]), -1)
+        return ordered.reshape(math.prod(ordered.shape[:row_dims]), -1)
 
     def weight(self, matrix: Array) -> Array:
         """Return the weight, or a shard of it, from a matrix or rows of it."""
@@ -121,7 +133,7 @@ class Form(NamedTuple):
           rows: the rows of this device.
           maximum: returns the maximum over devices. It is called if rows are summed, since a channel is on all devices then.
         """
-        dtype, _ = eight_bits(self.rounding.precision)
+        dtype = eight_bits(self.rounding.precision).numbers
         largest = largest_number(dtype)
         wide, parts = rows.astype(wide_dtype(rows.dtype)), self.num_parts
         if self.by_channel:
@@ -214,15 +226,19 @@ class RoundedWeight:
 
     def unpacked(self) -> tuple[Shaped[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
         """Return the numbers in the shape of the weight, the scales in the shape of its channels, and the zeros as a weight."""
-        scale, form = self.scale.T if self.form.by_channel else self.scale, self.form
-        dims = form._replace(by_channel=False).order[form.rounding.summed :]
-        channels = scale.reshape([self.shape[dim] for dim in dims])
+        dims = self.form._replace(by_channel=False).order[self.form.rounding.summed :]
+        channels = self.channel_scale.reshape([self.shape[dim] for dim in dims])
         return self.form.weight(self.matrix), channels, self.form.weight(joined(self.zeros))
+
+    @property
+    def channel_scale(self) -> Float[Array, "1 CN"]:
+        """The factors of the channels, part after part."""
+        return (self.scale.T if self.form.by_channel else self.scale).reshape(1, -1)
 
     @property
     def matrix(self) -> Shaped[Array, "R S"]:
         """The matrix in the dtype of its numbers."""
-        return jax.lax.bitcast_convert_type(self.numbers, eight_bits(self.form.rounding.precision)[0])
+        return jax.lax.bitcast_convert_type(self.numbers, eight_bits(self.form.rounding.precision).numbers)
 
 
 def joined(parts: Sequence[Array]) -> Array:

@@ -4,20 +4,19 @@ Suffixes: M rows, E experts, K summed dims, N channels.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from shardopt.collectives._rounded_gather import maximum_over
 from shardopt.core._errors import format_error
-from shardopt.core._rounded_weight import Form, Precision, RoundedWeight, Rounding, eight_bits, largest_magnitude
+from shardopt.core._rounded_weight import Form, Precision, RoundedWeight, Rounding, eight_bits
 from shardopt.core._types import wide_dtype
 from shardopt.mesh import device_kind_or_default
-from shardopt.nn._grouped_product import grouped_product, implementation, multiply_by_group, multiply_groups
-from shardopt.nn._low_precision import Rounded, check_intact, kernels_multiply, round_array
+from shardopt.nn._grouped_product import grouped_product, implementation_here, outer_of_groups, product_of_groups
+from shardopt.nn._low_precision import Rounded, check_intact, kernels_multiply, largest_over, round_array
 from shardopt.nn._rounded_experts import Layout, round_by_expert, rounded_expert_product, takes
 from shardopt.nn._rounded_product import MatrixWeight
 
@@ -49,13 +48,13 @@ def expert_products(
     weights: Sequence[Float[Array, "E K N"] | RoundedWeight],
     sizes: Int[Array, " E"],
     precision: Precision | None,
-    sharded: "Sharded",
+    sharded: Sharded,
 ) -> list[Float[Array, "M N"]]:
     """Return the product of each row and its expert's part of a weight, for each of some weights.
 
     Args:
       rows: sorted by expert, see `grouped_product`. Rows of no expert give 0.
-      weights: in the dtype of the rows; those that `BlockModel.rounded` names are rounded already.
+      weights: in the dtype of the rows. Weights that `BlockModel.rounded` names are rounded already.
       sizes: rows of each expert.
       precision: of `quantized_einsum`. A row has a scale, and so has a channel of an expert. The gradient of a weight is not
         rounded.
@@ -67,7 +66,7 @@ def expert_products(
     if precision is None:
         return [grouped_product(rows, cast(Array, weight), sizes) for weight in weights]
     if sharded == LOCAL and _kernels_take(precision, weights):
-        rounded = round_by_expert(jax.lax.stop_gradient(rows), sizes, eight_bits(precision)[0])
+        rounded = round_by_expert(jax.lax.stop_gradient(rows), sizes, eight_bits(precision).numbers)
         operands = [_matrix_weight(weight, precision) for weight in weights]
         return [rounded_expert_product(layout, rows, rounded, operand, sizes) for layout, operand in operands]
     product = _Product(precision, sharded)
@@ -79,11 +78,11 @@ def _check_rounding(weight: RoundedWeight, precision: Precision | None) -> None:
 
     Raises:
       TypeError: if its numbers or scales were cast.
-      ValueError: if it was not rounded for experts with this precision, and each expert by its channels.
+      ValueError: if it was not rounded for experts, in this precision, for a product over one dim.
     """
     check_intact("mixture_of_experts", weight)
     rounding = weight.form.rounding
-    if rounding._replace(dtype=None) != Rounding(precision or "int8", experts=True) or precision is None:
+    if (rounding.precision, rounding.experts, rounding.summed, rounding.parts) != (precision, True, 1, 1):
         problem = f"a weight was rounded by {rounding}, and is used with precision {precision!r}."
         fix = f"describe it as so.nn.Rounding({precision!r}, experts=True) in BlockModel.rounded, or take it out."
         if precision is None:
@@ -99,8 +98,7 @@ def _kernels_take(precision: Precision, weights: Sequence[Array | RoundedWeight]
 def _matrix_weight(weight: Array | RoundedWeight, precision: Precision) -> tuple[Layout, MatrixWeight]:
     """Return a weight as kernels read it."""
     if isinstance(weight, RoundedWeight):
-        scale = weight.scale.T if weight.form.by_channel else weight.scale
-        operand = MatrixWeight(weight.zeros, weight.matrix, scale.reshape(1, -1))
+        operand = MatrixWeight(weight.zeros, weight.matrix, weight.channel_scale)
         return Layout(weight.form.by_channel, precision), operand
     form = Form(weight.shape, Rounding(precision, experts=True), by_channel=False)
     matrix = form.matrix(weight)
@@ -113,19 +111,9 @@ def _unpacked(product: _Product, weight: Array | RoundedWeight) -> tuple[Array, 
     if isinstance(weight, RoundedWeight):
         numbers, scale, zeros = weight.unpacked()
         return zeros, numbers, scale
-    maximum, dtype = _maximum_over(product.sharded.summed), eight_bits(product.precision)[0]
-    rounded = round_array(jax.lax.stop_gradient(weight), "ekn", "en", dtype, maximum)
+    maximum = functools.partial(largest_over, axes=product.sharded.summed)
+    rounded = round_array(jax.lax.stop_gradient(weight), "ekn", "en", eight_bits(product.precision).numbers, maximum)
     return weight, rounded.numbers, rounded.scale
-
-
-def _maximum_over(axes: tuple[str, ...]) -> Callable[[Array, tuple[int, ...]], Array]:
-    """Return the function of the largest absolute numbers over dims and mesh axes."""
-
-    def maximum(a: Array, dims: tuple[int, ...]) -> Array:
-        largest = largest_magnitude(a, dims)
-        return maximum_over(largest, axes) if axes else largest
-
-    return maximum
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -134,8 +122,8 @@ def _by_xla(product: _Product, x: Array, zeros: Array, numbers: Array, scale: Ar
 
 
 def _forward(product: _Product, x: Array, zeros: Array, numbers: Array, scale: Array, sizes: Array) -> Any:
-    wide, dtype = x.astype(wide_dtype(x.dtype)), eight_bits(product.precision)[0]
-    rounded = round_array(wide, "mk", "m", dtype, _maximum_over(product.sharded.summed))
+    maximum = functools.partial(largest_over, axes=product.sharded.summed)
+    rounded = round_array(x, "mk", "m", eight_bits(product.precision).numbers, maximum)
     y = _multiply(rounded, numbers, sizes) * scale[_expert_of_each_row(len(x), sizes)]
     return y.astype(jnp.result_type(x.dtype, zeros.dtype)), (x, jnp.zeros(0, zeros.dtype), numbers, scale, sizes)
 
@@ -143,10 +131,10 @@ def _forward(product: _Product, x: Array, zeros: Array, numbers: Array, scale: A
 def _backward(product: _Product, residuals: Any, grad: Array) -> tuple[Array | None, ...]:
     x, like_weight, numbers, scale, sizes = residuals
     scaled = grad.astype(wide_dtype(grad.dtype)) * scale[_expert_of_each_row(len(x), sizes)]
-    dtype = eight_bits(product.precision)[1]
-    rounded = round_array(scaled, "mn", "m", dtype, _maximum_over(product.sharded.channels))
+    maximum = functools.partial(largest_over, axes=product.sharded.channels)
+    rounded = round_array(scaled, "mn", "m", eight_bits(product.precision).gradients, maximum)
     dx = _multiply(rounded, numbers, sizes, transposed=True)
-    dw = multiply_by_group(implementation(), x.astype(grad.dtype), grad, sizes)
+    dw = outer_of_groups(implementation_here(), x.astype(grad.dtype), grad, sizes)
     return dx.astype(x.dtype), dw.astype(like_weight.dtype), None, None, None
 
 
@@ -159,13 +147,14 @@ def _multiply(rows: Rounded, numbers: Array, sizes: Array, *, transposed: bool =
     Numbers of 8 bits are exact in bfloat16. They are summed in the wide dtype of scales.
     """
     wide = rows.scale.dtype
-    narrow = wide if device_kind_or_default() == "cpu" else jnp.bfloat16
-    factors = rows.numbers.astype(narrow), numbers.astype(narrow)
-    sums = multiply_groups(implementation(), *factors, sizes, transposed=transposed, dtype=wide)
+    dtype = wide if device_kind_or_default() == "cpu" else jnp.bfloat16
+    factors = rows.numbers.astype(dtype), numbers.astype(dtype)
+    sums = product_of_groups(implementation_here(), *factors, sizes, transposed=transposed, dtype=wide)
     has_expert = jnp.arange(len(sums)) < jnp.sum(sizes)
     return sums * jnp.where(has_expert, rows.scale, 0)[:, None]
 
 
 def _expert_of_each_row(num_rows: int, sizes: Int[Array, " E"]) -> Int[Array, " M"]:
-    found = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(num_rows), side="right")
-    return jnp.minimum(found, sizes.shape[0] - 1)
+    """Return the expert of each row; the last expert for rows of no expert."""
+    expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(num_rows), side="right")
+    return jnp.minimum(expert, sizes.shape[0] - 1)

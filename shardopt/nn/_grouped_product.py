@@ -32,10 +32,10 @@ def grouped_product(
     memory of a core. Only the arguments are stored for the backward pass. On v5p from jax 0.12 on, `jax.lax.ragged_dot` is one
     kernel. On other TPUs `ragged_dot` is dense (flops times E), so Pallas megablox is used. On CPU it is a loop over tiles of rows.
     """
-    return _run(implementation(), rows, weights, sizes)
+    return _run(implementation_here(), rows, weights, sizes)
 
 
-def implementation() -> Implementation:
+def implementation_here() -> Implementation:
     """Return how products are computed on the devices at hand."""
     device_kind = device_kind_or_default()
     if device_kind == "cpu":
@@ -47,7 +47,7 @@ def implementation() -> Implementation:
     return "megablox" if dense else "ragged_dot"
 
 
-def multiply_groups(
+def product_of_groups(
     implementation: Implementation,
     rows: Array,
     weights: Array,
@@ -56,7 +56,7 @@ def multiply_groups(
     transposed: bool = False,
     dtype: DTypeLike | None = None,
 ) -> Array:
-    """Return the grouped product with the weights, or with their transposes, in a dtype; None is that of the rows."""
+    """Return the grouped product with the weights, or with their transposes, in a dtype; None keeps the dtype of the rows."""
     dtype = rows.dtype if dtype is None else dtype
     if implementation == "blocks":
         run = functools.partial(_product_in_tiles, transposed=transposed, dtype=dtype)
@@ -73,7 +73,7 @@ def multiply_groups(
     return jnp.where(jnp.arange(rows.shape[0])[:, None] < jnp.sum(sizes), out, 0)
 
 
-def multiply_by_group(implementation: Implementation, rows: Array, grads: Array, sizes: Array) -> Array:
+def outer_of_groups(implementation: Implementation, rows: Array, grads: Array, sizes: Array) -> Array:
     """Return [E, D, F], the sum over each group's rows of rows[i] outer grads[i], in the dtype of the rows."""
     if implementation == "blocks":
         return marked(GROUPED_PRODUCT, _outer_in_tiles)(rows, grads, sizes).astype(rows.dtype)
@@ -88,18 +88,18 @@ def multiply_by_group(implementation: Implementation, rows: Array, grads: Array,
 
 
 def _forward(implementation: Implementation, rows: Array, weights: Array, sizes: Array) -> tuple[Array, tuple]:
-    return multiply_groups(implementation, rows, weights, sizes), (rows, weights, sizes)
+    return product_of_groups(implementation, rows, weights, sizes), (rows, weights, sizes)
 
 
 def _backward(
     implementation: Implementation, residuals: tuple[Array, Array, Array], grads: Array
 ) -> tuple[Array, Array, None]:
     rows, weights, sizes = residuals
-    d_rows = multiply_groups(implementation, grads, weights, sizes, transposed=True)
-    return d_rows, multiply_by_group(implementation, rows, grads, sizes), None
+    d_rows = product_of_groups(implementation, grads, weights, sizes, transposed=True)
+    return d_rows, outer_of_groups(implementation, rows, grads, sizes), None
 
 
-_run = jax.custom_vjp(multiply_groups, nondiff_argnums=(0,))
+_run = jax.custom_vjp(product_of_groups, nondiff_argnums=(0,))
 _run.defvjp(_forward, _backward)
 
 

@@ -71,7 +71,7 @@ class Normed(NamedTuple):
     def rounded(self, precision: Precision) -> RoundedTokens:
         """Return the activations, rounded by a kernel."""
         x, scale = jax.lax.stop_gradient((self.x, self.scale))
-        return norm_and_round(x, scale, self.epsilon, eight_bits(precision)[0])
+        return norm_and_round(x, scale, self.epsilon, eight_bits(precision).numbers)
 
 
 def plain(x: Float[Array, "..."] | Normed) -> Float[Array, "..."]:
@@ -125,7 +125,7 @@ def quantized_einsum(
     **Rows**: of the dims of tokens, the last one counts positions, and the others count rows. With a single dim of tokens, dw
     is x^T g without rounding, since devices may share this dim.
 
-    **Kernels**: on TPU, Pallas kernels compute all three products in 8 bits, those of "fp8" on TPU 7x. They need whole rows and
+    **Kernels**: on TPU, Pallas kernels compute all three products in 8 bits, of "fp8" on TPU 7x alone. They need whole rows and
     weights on a device (neither tensor nor context axes, no `view="global"`), at least one dim of rows, x as "rows, positions,
     summed dims", sizes in multiples of 128, rows and columns that fit into VMEM, and a result whose channels follow its tokens.
     Otherwise, and on GPU, XLA multiplies y and dx in 8 bits. It multiplies the same rounded numbers of dw in the dtype of the
@@ -311,13 +311,13 @@ def _by_xla(product: Product, x: Array, weight: Array) -> Array:
 
 
 def _forward(product: Product, x: Array, weight: Array) -> tuple[Array, tuple[Array, ...]]:
-    rounded = round_array(weight, product.weight, product.channels, eight_bits(product.precision)[0])
+    rounded = round_array(weight, product.weight, product.channels, eight_bits(product.precision).numbers)
     return _multiply_rounded(product, x, weight.dtype, rounded)
 
 
 def _multiply_rounded(product: Product, x: Array, dtype: DTypeLike, weight: Rounded) -> tuple[Array, tuple[Array, ...]]:
     """Return the product with a rounded weight, and the residuals of its gradients."""
-    rounded_x = round_array(x, product.x, product.tokens, eight_bits(product.precision)[0])
+    rounded_x = round_array(x, product.x, product.tokens, eight_bits(product.precision).numbers)
     y = _multiply(rounded_x, product.x, weight, product.weight, product.out)
     y = _scaled(_scaled(y, product.out, rounded_x), product.out, weight)
     kept_x = jnp.zeros(0, x.dtype) if product.rounds_weight_gradient else x
@@ -327,7 +327,7 @@ def _multiply_rounded(product: Product, x: Array, dtype: DTypeLike, weight: Roun
 
 def _backward(product: Product, residuals: tuple[Array, ...], grad: Array) -> tuple[Array, Array]:
     x, like_weight, qx, x_scale, qw, weight_scale = residuals
-    _, dtype = eight_bits(product.precision)
+    dtype = eight_bits(product.precision).gradients
     wide = grad.astype(wide_dtype(grad.dtype))
     rounded_x, rounded_weight = Rounded(qx, x_scale, product.tokens), Rounded(qw, weight_scale, product.channels)
     rounded = round_array(_scaled(wide, product.out, rounded_weight), product.out, product.tokens, dtype)
@@ -375,8 +375,13 @@ def _row_maximum(a: Array, dims: tuple[int, ...]) -> Array:
     """Return the maximum over positions, of all devices along context."""
     if is_analysed():
         return marked(ROW_MAXIMUM, functools.partial(largest_magnitude, dims=dims))(a)
-    axes = tuple(manual_context_axes())
-    return maximum_over(largest_magnitude(a, dims), axes) if axes else largest_magnitude(a, dims)
+    return largest_over(a, dims, tuple(manual_context_axes()))
+
+
+def largest_over(a: Array, dims: tuple[int, ...], axes: tuple[str, ...]) -> Array:
+    """Return the largest absolute number over dims, which stay with size 1, and over the devices along axes, if any."""
+    largest = largest_magnitude(a, dims)
+    return maximum_over(largest, axes) if axes else largest
 
 
 def round_array(
@@ -428,9 +433,8 @@ def gated_mlp(
     mlp = Mlp(activation, up_sizes, down_sizes)
     by_heads = plain(x)[:, None]
     in_kernel = added[:, None] if _has_dtype_of_product(added, x, up) else None
-    y = cast(
-        Array, rounded_mlp(mlp, by_heads, _rounded_tokens(precision, x, by_heads), up_weight, down_weight, in_kernel)
-    )[:, 0]
+    tokens = _rounded_tokens(precision, x, by_heads)
+    y = cast(Array, rounded_mlp(mlp, by_heads, tokens, up_weight, down_weight, in_kernel))[:, 0]
     return y if in_kernel is not None else _plus(y, added)
 
 
@@ -442,7 +446,7 @@ def _has_dtype_of_product(added: Array | None, x: Array | Normed, weight: Array 
 def _rounded_tokens(precision: Precision, x: Array | Normed, by_heads: Float[Array, "B H T W"]) -> RoundedTokens:
     if isinstance(x, Normed):
         return x.rounded(precision)
-    return round_rows([jax.lax.stop_gradient(by_heads)], eight_bits(precision)[0])
+    return round_rows([jax.lax.stop_gradient(by_heads)], eight_bits(precision).numbers)
 
 
 def _by_kernels(
@@ -490,16 +494,13 @@ def _kernel_weight(
     order = product.summed + parts + channels
     if not isinstance(weight, RoundedWeight):
         matrix = jnp.transpose(weight, [product.weight.index(letter) for letter in order]).reshape(K, C * N)
-        rounded = rounded_matrix(jax.lax.stop_gradient(matrix), eight_bits(product.precision)[0])
-        return Sizes(C, _heads(channels, sizes), False, product.precision), MatrixWeight(
-            tuple(jnp.split(matrix, C, axis=1)), *rounded
-        )
+        rounded = rounded_matrix(jax.lax.stop_gradient(matrix), eight_bits(product.precision).numbers)
+        operand = MatrixWeight(tuple(jnp.split(matrix, C, axis=1)), *rounded)
+        return Sizes(C, _heads(channels, sizes), False, product.precision), operand
     if product.weight != order or weight.form.rounding.parts != C:
         return None
-    by_channel = weight.form.by_channel
-    scale = (weight.scale.T if by_channel else weight.scale).reshape(1, C * N)
-    operand = MatrixWeight(weight.zeros, weight.matrix, scale)
-    return Sizes(C, _heads(channels, sizes), by_channel, product.precision), operand
+    operand = MatrixWeight(weight.zeros, weight.matrix, weight.channel_scale)
+    return Sizes(C, _heads(channels, sizes), weight.form.by_channel, product.precision), operand
 
 
 def kernels_multiply(precision: Precision) -> bool:

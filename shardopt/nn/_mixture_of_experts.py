@@ -3,10 +3,10 @@
 Suffixes: B sequences, T positions, D width, E experts, K experts that a token goes to, F hidden units of an expert.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -183,7 +183,7 @@ class _Inputs(NamedTuple):
     router_bias: Array | None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Settings:
     """The settings of a layer of experts; see `mixture_of_experts`."""
 
@@ -191,17 +191,24 @@ class _Settings:
     activation: Activation
     chunk: int | None
     precision: Precision | None
-    tensor_axes: tuple[str, ...] = ()
-    """The mesh axes that shard hidden units."""
 
 
-def _route_and_run(
-    settings: _Settings, axes: tuple[str, ...], tensor_axes: tuple[str, ...], inputs: _Inputs
-) -> tuple[Float[Array, "B T D"], RouterStatistics]:
-    """Run in a region that is manual over every axis: arrays are shards of one device, and rows travel over `axes`, if any."""
+class _Axes(NamedTuple):
+    """Mesh axes within a region that is manual over all.
+
+    Attributes:
+      expert: those that rows travel over.
+      tensor: those that shard hidden units.
+    """
+
+    expert: tuple[str, ...] = ()
+    tensor: tuple[str, ...] = ()
+
+
+def _route_and_run(settings: _Settings, axes: _Axes, inputs: _Inputs) -> tuple[Float[Array, "B T D"], RouterStatistics]:
+    """Run in a region that is manual over every axis: arrays are shards of one device, and rows travel over `axes.expert`, if any."""
     weights, x, router, *biases = inputs
     B, T, D = x.shape
-    settings = dataclasses.replace(settings, tensor_axes=tensor_axes)
     routes, chunk = route(settings.routing, x, router, *biases), settings.chunk
     E, N, K = router.shape[1], B * T, routes.experts.shape[2]
     run_experts = functools.partial(_dispatch_and_combine, settings, axes, E, weights)
@@ -221,7 +228,7 @@ def _route_and_run(
 
 def _dispatch_and_combine(
     settings: _Settings,
-    axes: tuple[str, ...],
+    axes: _Axes,
     num_experts: int,
     weights: Weights,
     x: Float[Array, "n D"],
@@ -233,25 +240,31 @@ def _dispatch_and_combine(
     order, inverse, sizes = sorted_by_expert(experts, num_experts)
     rows = spread(x, order, inverse)
     scales = spread(scales.reshape(n * K, 1), order, inverse)
-    if not axes:
+    run_experts = functools.partial(_run_experts, settings, axes.tensor, weights)
+    if not axes.expert:
         rows = checkpoint_name(rows, ARRIVED)
-        return combine(_run_experts(settings, weights, rows, scales, sizes), order, inverse, n)
-    exchange = plan_exchange(axes, sizes)
-    devices, num_local = jax.lax.axis_size(axes), weights["up"].shape[0]
+        return combine(run_experts(rows, scales, sizes), order, inverse, n)
+    exchange = plan_exchange(axes.expert, sizes)
+    devices, num_local = jax.lax.axis_size(axes.expert), weights["up"].shape[0]
     max_rows = min(K, num_local) * n
-    send_to_experts = lambda a: send(axes, max_rows, devices * max_rows, a, exchange.to_experts, exchange.to_tokens)  # noqa: E731
+
+    def send_to_experts(a: Array) -> Array:
+        return send(axes.expert, max_rows, devices * max_rows, a, exchange.to_experts, exchange.to_tokens)
+
     rows, scales = checkpoint_name((send_to_experts(rows), send_to_experts(scales)), ARRIVED)
-    out = _run_experts(settings, weights, rows, scales, exchange.sizes)
-    return combine(send(axes, max_rows, n * K, out, exchange.to_tokens, exchange.to_experts), order, inverse, n)
+    out = run_experts(rows, scales, exchange.sizes)
+    return combine(send(axes.expert, max_rows, n * K, out, exchange.to_tokens, exchange.to_experts), order, inverse, n)
 
 
-def _run_experts(settings: _Settings, weights: Weights, rows: Array, scales: Array, sizes: Array) -> Array:
+def _run_experts(
+    settings: _Settings, tensor_axes: tuple[str, ...], weights: Weights, rows: Array, scales: Array, sizes: Array
+) -> Array:
     """Return the output of each row's expert, times the row's scale [M, 1]."""
     bias_rows = lambda name, rows: grouped_product(rows, weights[f"{name}_bias"][:, None], sizes)  # noqa: E731
     ones = jnp.ones((rows.shape[0], 1), rows.dtype)
     names = [name for name in ("gate", "up") if name in weights]
     run = functools.partial(expert_products, sizes=sizes, precision=settings.precision)
-    products = run(rows, [weights[name] for name in names], sharded=Sharded(channels=settings.tensor_axes))
+    products = run(rows, [weights[name] for name in names], sharded=Sharded(channels=tensor_axes))
     first_products = dict(zip(names, products, strict=True))
     for name in first_products:
         if f"{name}_bias" in weights:
@@ -262,7 +275,7 @@ def _run_experts(settings: _Settings, weights: Weights, rows: Array, scales: Arr
     def down(first_products: Weights, scales: Array, weights: Array) -> Array:
         # The last product is linear, so scales can multiply its input. Then their gradient does not need its output.
         hidden = _hidden_units(first_products, lambda name: first_products[name], settings.activation) * scales
-        return run(hidden.astype(weights.dtype), [weights], sharded=Sharded(summed=settings.tensor_axes))[0]
+        return run(hidden.astype(weights.dtype), [weights], sharded=Sharded(summed=tensor_axes))[0]
 
     out = down(first_products, scales, weights["down"])
     return out + bias_rows("down", scales.astype(rows.dtype)) if "down_bias" in weights else out
@@ -304,7 +317,7 @@ def _analysed_experts(inputs: _Inputs, routing: Routing, activation: Activation)
 
 
 def _on_each_device(
-    run: Callable[[tuple[str, ...], tuple[str, ...], _Inputs], tuple[Array, RouterStatistics]],
+    run: Callable[[_Axes, _Inputs], tuple[Array, RouterStatistics]],
     inputs: _Inputs,
     axes: tuple[str, ...],
     *,
@@ -314,7 +327,7 @@ def _on_each_device(
     mesh, weights = mesh_under_trace(), inputs.weights
     auto_axes = {axis for axis in not_manual_axes() if mesh.shape[axis] > 1}
     if not auto_axes:
-        return run(axes if travels else (), (), inputs)
+        return run(_Axes(axes if travels else ()), inputs)
     row_axes = tuple(axis for role in ("replica", "data", EXPERT) for axis in axes_of_role(role) if axis in auto_axes)
     context_axes = tuple(axis for axis in axes_of_role(CONTEXT) if axis in auto_axes)
     tensor_axes = tuple(axis for axis in axes_of_role(TENSOR) if axis in auto_axes)
@@ -340,10 +353,10 @@ def _on_each_device(
         num_shards = math.prod(mesh.shape[axis] for axis in tensor_axes)
         inputs = inputs._replace(weights={**weights, "down_bias": weights["down_bias"] / num_shards})
     token_spec, row_spec = PartitionSpec(row_axes or None, context_axes or None, None), PartitionSpec(row_axes or None)
-    dispatch_axes = axes if travels or splits_experts else ()
+    axes_of_region = _Axes(axes if travels or splits_experts else (), tensor_axes)
 
     def region(*arrays: Any) -> tuple[Array, RouterStatistics]:
-        y, statistics = run(dispatch_axes, tensor_axes, _Inputs(*arrays))
+        y, statistics = run(axes_of_region, _Inputs(*arrays))
         if context_axes:
             statistics = jax.tree.map(lambda array: jax.lax.pmean(array, context_axes), statistics)
         return y[None], statistics

@@ -7,6 +7,7 @@ Suffixes: M rows, E experts, K summed dims, N channels, V visits.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -17,22 +18,22 @@ from jaxtyping import Array, Float, Int
 
 from shardopt.core._rounded_weight import Precision, eight_bits, inverse, largest_number, narrow
 from shardopt.nn._kernel_tiles import LANES, ROWS, by_strips, call_kernel, largest_block, product, vmem
-from shardopt.nn._rounded_product import STRIP, EightBits, MatrixWeight, gradient_of, like, sums_dtype
+from shardopt.nn._rounded_product import (
+    NO_GRADIENT,
+    STRIP,
+    EightBits,
+    MatrixWeight,
+    RoundedTokens,
+    gradient_of,
+    like,
+    sums_dtype,
+    tile_of,
+)
 
+_TILE_ROWS = 256
+"""Rows of a tile of a product. Larger tiles would more often have rows of two experts, and be multiplied twice."""
 _BYTES = 24
 """The bytes of VMEM for a number that is rounded: two buffers of it and of its factor, and float32."""
-
-
-class RoundedRows(NamedTuple):
-    """Rows in 8 bits.
-
-    Attributes:
-      numbers: the rows; those of no expert are not defined.
-      scale: the factors of the rows.
-    """
-
-    numbers: EightBits[Array, "M K"]
-    scale: Float[Array, "M 1"]
 
 
 class Visits(NamedTuple):
@@ -52,13 +53,13 @@ class Visits(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Int[Array, " E"], num_rows: int, tile_rows: int, *, by_expert: bool) -> "Visits":
-        """Return the visits in the order of experts, at least one of each, or in the order of tiles, at least one of each.
+        """Return visits in the order of experts or of tiles, with at least one visit of each.
 
         Args:
           sizes: rows of each expert.
           num_rows: M, with the rows of no expert.
           tile_rows: rows of a tile.
-          by_expert: whether they are in the order of experts.
+          by_expert: whether visits are in the order of experts, or else of tiles.
         """
         E, num_tiles = sizes.shape[0], -(-num_rows // tile_rows)
         place = functools.partial(jnp.searchsorted, side="right", method="compare_all")
@@ -97,7 +98,7 @@ class Layout(NamedTuple):
 def rounded_expert_product(
     layout: Layout,
     x: Float[Array, "M K"],
-    rows: RoundedRows,
+    rows: RoundedTokens,
     weight: MatrixWeight,
     sizes: Int[Array, " E"],
 ) -> Float[Array, "M N"]:
@@ -108,7 +109,7 @@ def rounded_expert_product(
 
     Args:
       layout: the form of the weight.
-      x: rows sorted by expert. They have the gradient, and are read for that of the weight.
+      x: rows sorted by expert. They have the gradient, and the gradient of the weight reads them.
       rows: x, rounded by `round_by_expert`.
       weight: the rounded weight, whose zeros are one matrix.
       sizes: rows of each expert.
@@ -116,34 +117,40 @@ def rounded_expert_product(
     return _with_residuals(layout, x, rows, weight, sizes)[0]
 
 
-def _with_residuals(layout: Layout, x: Array, rows: RoundedRows, weight: MatrixWeight, sizes: Array) -> Any:
+def _with_residuals(layout: Layout, x: Array, rows: RoundedTokens, weight: MatrixWeight, sizes: Array) -> Any:
     (zeros,), numbers, scale = weight
-    y = multiply(rows, numbers, scale, sizes, summed_rows=not layout.by_channel, dtype=jnp.result_type(x, zeros))
+    dtype = jnp.result_type(x, zeros)
+    y = multiply(rows, numbers, scale, sizes, layout.precision, summed_rows=not layout.by_channel, dtype=dtype)
     return y, (x, like(zeros), numbers, scale, sizes)
 
 
 def _gradients(layout: Layout, residuals: Any, grad: Array) -> Any:
     x, like_weight, numbers, scale, sizes = residuals
-    rows = round_by_expert(grad, sizes, eight_bits(layout.precision)[1], scale)
-    dx = multiply(rows, numbers, None, sizes, summed_rows=layout.by_channel, dtype=x.dtype)
+    rows = round_by_expert(grad, sizes, eight_bits(layout.precision).gradients, scale)
+    dx = multiply(rows, numbers, None, sizes, layout.precision, summed_rows=layout.by_channel, dtype=x.dtype)
     factors = (grad, x) if layout.by_channel else (x, grad)
     dw = gradient_of_experts(*factors, sizes, dtype=like_weight.dtype)
-    return dx, RoundedRows(None, None), gradient_of((dw,)), None  # pyright: ignore[reportArgumentType]
+    return dx, NO_GRADIENT, gradient_of((dw,)), None
 
 
 rounded_expert_product.defvjp(_with_residuals, _gradients)
 
 
-def _rows_of_visit(tile: Any, first: Any, end: Any, start: Any, count: int, rows: int) -> Array:
-    """Return [count, 1]: whether the rows from `start` of a tile of so many rows are those of a visit."""
-    row = tile * rows + start + lax.broadcasted_iota(jnp.int32, (count, 1), 0)
+def _begins(places: Any, visit: Any) -> Any:
+    """Return whether a visit is the first of its tile, or of its expert: `places` has the tile or expert of each visit."""
+    return (visit == 0) | (places[visit] != places[jnp.maximum(visit - 1, 0)])
+
+
+def _rows_between(first: Any, end: Any, start: Any, count: int) -> Array:
+    """Return [count, 1]: for each of the rows from `start` on, whether `first` <= row < `end`."""
+    row = start + lax.broadcasted_iota(jnp.int32, (count, 1), 0)
     return (first <= row) & (row < end)
 
 
 def round_by_expert(
     x: Float[Array, "M K"], sizes: Int[Array, " E"], dtype: DTypeLike, factor: Float[Array, "1 EK"] | None = None
-) -> RoundedRows:
-    """Return rows, times a factor of each expert's columns, rounded, and a scale for each row."""
+) -> RoundedTokens:
+    """Return rows, times a factor of each expert's columns, rounded, and a scale for each row; rows of no expert are not defined."""
     from jax.experimental import pallas as pl  # imported late, since the import takes long
 
     M, K = x.shape
@@ -161,7 +168,7 @@ def round_by_expert(
         sequential=1,
         scalars=visits,
     )
-    return RoundedRows(*rounded)
+    return RoundedTokens(*rounded)
 
 
 def _round_by_expert(tile: Any, expert: Any, first: Any, end: Any, x: Any, *refs: Any) -> None:
@@ -169,7 +176,7 @@ def _round_by_expert(tile: Any, expert: Any, first: Any, end: Any, x: Any, *refs
 
     *factor, numbers, scale = refs
     visit = pl.program_id(0)
-    block, start = x.shape[0], tile[visit] * x.shape[0]
+    start = tile[visit] * x.shape[0]
 
     def round_strip(i: Any, *, keeps: bool) -> None:
         rows = pl.ds(pl.multiple_of(i * ROWS, ROWS), ROWS)
@@ -178,7 +185,7 @@ def _round_by_expert(tile: Any, expert: Any, first: Any, end: Any, x: Any, *refs
         new_scale = jnp.max(jnp.abs(wide), axis=1, keepdims=True) / largest_number(numbers.dtype)
         rounded = wide * inverse(new_scale)
         if keeps:
-            mine = _rows_of_visit(tile[visit], first[visit], end[visit], i * ROWS, ROWS, block)
+            mine = _rows_between(first[visit], end[visit], start + i * ROWS, ROWS)
             rounded = jnp.where(mine, rounded, numbers[rows].astype(jnp.float32))
             new_scale = jnp.where(mine, new_scale, scale[rows])
         numbers[rows] = narrow(rounded, numbers.dtype)
@@ -201,10 +208,11 @@ def takes(size: int) -> bool:
 
 
 def multiply(
-    rows: RoundedRows,
+    rows: RoundedTokens,
     matrix: EightBits[Array, "R S"],
     channel_scale: Float[Array, "1 EN"] | None,
     sizes: Int[Array, " E"],
+    precision: Precision,
     *,
     summed_rows: bool,
     dtype: DTypeLike,
@@ -216,6 +224,7 @@ def multiply(
       matrix: [K, E N] with `summed_rows`, and else [N, E K].
       channel_scale: the factors of N channels of each expert, or None.
       sizes: rows of each expert.
+      precision: of rounded numbers.
       summed_rows: whether rows of the matrix are summed.
       dtype: of the result.
     """
@@ -223,7 +232,7 @@ def multiply(
 
     (M, K), E = rows.numbers.shape, sizes.shape[0]
     N = matrix.shape[1] // E if summed_rows else matrix.shape[0]
-    tile_rows, columns = _tile(N, K)
+    tile_rows, columns = tile_of(_TILE_ROWS, N, K, largest=2048)
     visits, blocks = Visits.of(sizes, M, tile_rows, by_expert=False), N // columns
     by_row = lambda width: pl.BlockSpec((tile_rows, width), lambda j, v, tile, *_: (tile[v], 0))  # noqa: E731
     by_column = lambda rows: pl.BlockSpec((rows, columns), lambda j, v, _, expert, *__: (0, expert[v] * blocks + j))  # noqa: E731
@@ -235,7 +244,7 @@ def multiply(
         [by_row(K), by_row(1), of_matrix] + [by_column(1)] * (channel_scale is not None),
         [pl.BlockSpec((tile_rows, columns), lambda j, v, tile, *_: (tile[v], j))],
         [jax.ShapeDtypeStruct((M, N), dtype)],
-        name=f"{'int8' if matrix.dtype == jnp.int8 else 'fp8'}_expert_product",
+        name=f"{precision}_expert_product",
         flops=2 * M * K * N,
         sequential=1,
         scalars=visits,
@@ -248,16 +257,15 @@ def _multiply(
     from jax.experimental import pallas as pl
 
     *channel_scale, out = refs
-    visit = pl.program_id(1)
-    rows = out.shape[0]
+    visit, rows = pl.program_id(1), out.shape[0]
 
-    @pl.when((visit == 0) | (tile[visit] != tile[jnp.maximum(visit - 1, 0)]))
+    @pl.when(_begins(tile, visit))
     def _begin_tile() -> None:
         out[...] = jnp.zeros_like(out)
 
     @pl.when(first[visit] < end[visit])
     def _add_rows() -> None:
-        mine = _rows_of_visit(tile[visit], first[visit], end[visit], 0, rows, rows)
+        mine = _rows_between(first[visit], end[visit], tile[visit] * rows, rows)
 
         def multiply_strip(columns: Any) -> None:
             strip = matrix[columns] if summed else matrix[:, columns]
@@ -265,15 +273,7 @@ def _multiply(
             y = y * channel_scale[0][:, columns] if channel_scale else y
             out[:, columns] = jnp.where(mine, y.astype(out.dtype), out[:, columns])
 
-        by_strips(out.shape[1], min(STRIP, out.shape[1]), multiply_strip)
-
-
-def _tile(columns: int, summed: int) -> tuple[int, int]:
-    """Return rows and columns of a tile whose operands, twice, and sums fit into three quarters of VMEM."""
-    sizes = [size for size in (2048, 1024, 512, 256, LANES) if columns % size == 0]
-    tiles = [(rows, size) for rows in (256, LANES) for size in sizes]
-    fits = [tile for tile in tiles if 2 * summed * sum(tile) + 12 * tile[0] * tile[1] <= vmem() * 3 // 4]
-    return max(fits or tiles[-1:], key=lambda tile: tile[0] * tile[1] / sum(tile))
+        by_strips(out.shape[1], math.gcd(out.shape[1], STRIP), multiply_strip)
 
 
 def gradient_of_experts(
@@ -285,7 +285,7 @@ def gradient_of_experts(
 
     (M, R), C, E = a.shape, b.shape[1], sizes.shape[0]
     side, tile_rows = 2048 if vmem() >= 96 * 2**20 else 1024, 512
-    height, width = (max(size for size in (LANES, 256, 512, 1024, side) if x % size == 0) for x in (R, C))
+    height, width = math.gcd(R, side), math.gcd(C, side)
     visits, blocks = Visits.of(sizes, M, tile_rows, by_expert=True), C // width
     return call_kernel(
         _gradient_of_experts,
@@ -310,20 +310,20 @@ def _gradient_of_experts(tile: Any, expert: Any, first: Any, end: Any, a: Any, b
 
     visit, last = pl.program_id(2), pl.num_programs(2) - 1
 
-    @pl.when((visit == 0) | (expert[visit] != expert[jnp.maximum(visit - 1, 0)]))
+    @pl.when(_begins(expert, visit))
     def _begin_expert() -> None:
         sums[...] = jnp.zeros_like(sums)
 
     @pl.when(first[visit] < end[visit])
     def _add_rows() -> None:
         rows = a.shape[0]
-        mine = _rows_of_visit(tile[visit], first[visit], end[visit], 0, rows, rows)
+        mine = _rows_between(first[visit], end[visit], tile[visit] * rows, rows)
         columns = jnp.where(mine, b[...], 0)
 
         def multiply_strip(strip: Any) -> None:
             sums[strip] += product(jnp.where(mine, a[:, strip], 0), columns, 0, 0)
 
-        by_strips(sums.shape[0], min(STRIP, sums.shape[0]), multiply_strip)
+        by_strips(sums.shape[0], math.gcd(sums.shape[0], STRIP), multiply_strip)
 
     @pl.when((visit == last) | (expert[visit] != expert[jnp.minimum(visit + 1, last)]))
     def _end_expert() -> None:

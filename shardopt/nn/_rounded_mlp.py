@@ -90,7 +90,7 @@ def _with_residuals(
 
 def _gradients(mlp: Mlp, residuals: Any, grad: Array) -> Any:
     (like_x, like_up, like_down), like_added, qx, x_scale, parts, (up, up_scale), (down, down_scale) = residuals
-    dtype = eight_bits(mlp.up.precision)[1]
+    dtype = eight_bits(mlp.up.precision).gradients
     rows, row_scale = round_rows([grad], dtype, down_scale)
     d_hidden = gradient_of_tokens(rows, row_scale, down, mlp.down, 1, dtype=parts[0].dtype)
     both, functions = [*parts, d_hidden], [lambda gate, up, _: mlp.hidden(gate, up), mlp.gradients]
@@ -120,7 +120,7 @@ def round_rows_of(
       inputs: arrays of one shape.
       functions: each is elementwise and returns its results in a list.
       factors: for each function what its columns are multiplied by before they are rounded.
-      dtypes: for each function that of its rounded results.
+      dtypes: for each function the dtype of its rounded results.
     """
     from jax.experimental import pallas as pl  # imported late, since the import takes long
     from jax.experimental.pallas import tpu as pltpu
@@ -139,8 +139,8 @@ def round_rows_of(
         [spec for width in widths for spec in (by_token(width), by_token(1))],
         [
             jax.ShapeDtypeStruct((B, T, size), dtype)
-            for width, narrow_dtype in zip(widths, dtypes, strict=True)
-            for size, dtype in ((width, narrow_dtype), (1, jnp.float32))
+            for width, eight_bit_dtype in zip(widths, dtypes, strict=True)
+            for size, dtype in ((width, eight_bit_dtype), (1, jnp.float32))
         ],
         scratch_shapes=[pltpu.VMEM((ROWS, width), jnp.float32) for width in widths],
         name="round_rows_of",

@@ -61,15 +61,15 @@ class MatrixWeight(NamedTuple):
 
 
 class RoundedTokens(NamedTuple):
-    """Activations rounded by token, side by side with their heads.
+    """Activations rounded by token, side by side with their heads; or rows sorted by expert, [M, K].
 
     Attributes:
       numbers: the matrix.
       scale: the factors of its tokens.
     """
 
-    numbers: EightBits[Array, "B T HW"]
-    scale: Float[Array, "B T 1"]
+    numbers: EightBits[Array, "... T HW"]
+    scale: Float[Array, "... T 1"]
 
 
 NO_GRADIENT: Any = RoundedTokens(None, None)  # pyright: ignore[reportArgumentType]
@@ -112,7 +112,7 @@ def _with_residuals(
 
 def _gradients(sizes: Sizes, residuals: Any, grads: tuple[Array, ...]) -> Any:
     like_x, like_weight, like_added, qx, x_scale, numbers, scale = residuals
-    dtype = eight_bits(sizes.precision)[1]
+    dtype = eight_bits(sizes.precision).gradients
     by_token, token_scale = round_rows(grads, dtype, scale)
     heads = like_x.shape[1]
     dx = gradient_of_tokens(by_token, token_scale, numbers, sizes, heads, dtype=like_x.dtype)
@@ -144,7 +144,7 @@ def rounded_matrix(
 
 
 def sums_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """Return the dtype in which products of 8 bits are summed."""
+    """Return the dtype of sums of products of 8 bits."""
     return jnp.dtype(jnp.int32 if dtype == jnp.int8 else jnp.float32)
 
 
@@ -494,12 +494,12 @@ def _gradient_of_weight(row_factor: Any, column_factor: Any, scale: Any, out: An
     by_strips(out.shape[0], math.gcd(out.shape[0], STRIP), multiply_strip)
 
 
-def tile_of(rows: int, columns: int, summed: int) -> Tile:
-    """Return the tile of a result that fits and reads its operands least often.
+def tile_of(rows: int, columns: int, summed: int, largest: int = 1024) -> Tile:
+    """Return the tile of a result that fits and reads its operands least often; `largest` is the longest side.
 
     Two buffers of the operands, and sums, take three quarters of VMEM.
     """
-    sizes = (1024, 512, 256, LANES)
+    sizes = [size for size in (2048, 1024, 512, 256, LANES) if size <= largest]
     tiles = [Tile(math.gcd(rows, a), math.gcd(columns, b)) for a in sizes for b in sizes]
     fits = [tile for tile in tiles if 2 * summed * sum(tile) + 12 * math.prod(tile) <= vmem() * 3 // 4]
     return max(fits or tiles[-1:], key=lambda tile: math.prod(tile) / sum(tile))

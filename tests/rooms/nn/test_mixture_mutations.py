@@ -24,7 +24,9 @@ def weights_of_experts_dropped(patch):
     break_function(
         patch,
         mixture._run_experts,
-        lambda act, weights, rows, scales, sizes: right(act, weights, rows, 0 * scales + 1, sizes),
+        lambda settings, axes, weights, rows, scales, sizes: right(
+            settings, axes, weights, rows, 0 * scales + 1, sizes
+        ),
     )
 
 
