@@ -198,6 +198,7 @@ class ElementCounts(NamedTuple):
       tables: elements of the outer leaves that data shards by columns, for lookups.
       rounded_blocks: elements among `sharded_blocks` that are gathered in 8 bits if blocks are gathered one at a time.
       expert_blocks: elements of expert leaves that the expert axis has split; data and context shard them further.
+      rounded_experts: elements among `expert_blocks` that are gathered in 8 bits if blocks are gathered one at a time.
       expert_axis_size: size of the expert axis.
       data_sharded_experts: elements of expert leaves that data shards, with or without an expert axis.
     """
@@ -212,6 +213,7 @@ class ElementCounts(NamedTuple):
     tables: int
     rounded_blocks: int = 0
     expert_blocks: int = 0
+    rounded_experts: int = 0
     expert_axis_size: int = 1
     data_sharded_experts: int = 0
 
@@ -370,6 +372,7 @@ def _elements(plans: list[LeafPlan], mesh: Mesh, workload: Workload, tables: tup
         plan for plan in plans if not plan.stacked and plan.dim is not None and plan.path not in looked_up
     ]
     loss_sizes = [sizes[plan.path] for plan in plans if plan.path in workload.loss_reads and plan.dim is not None]
+    rounded = [plan for plan in plans if _is_rounded(plan, workload)]
     expert_sizes = [
         sizes[plan.path]
         for plan in plans
@@ -384,8 +387,9 @@ def _elements(plans: list[LeafPlan], mesh: Mesh, workload: Workload, tables: tup
         loss_outer=sum(loss_sizes),
         largest_loss=max(loss_sizes, default=0),
         tables=sum(sizes[path] for path in looked_up),
-        rounded_blocks=sum(sizes[plan.path] for plan in plans if _is_rounded(plan, workload)),
+        rounded_blocks=sum(sizes[plan.path] for plan in rounded if not plan.experts),
         expert_blocks=sum(sizes[plan.path] for plan in plans if plan.experts),
+        rounded_experts=sum(sizes[plan.path] for plan in rounded if plan.experts),
         expert_axis_size=mesh.shape.get("expert", 1),
         data_sharded_experts=sum(expert_sizes),
     )

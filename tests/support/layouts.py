@@ -96,9 +96,10 @@ LAYOUTS = {
 }
 
 
-def predicted(layout, batch_size, shape=SHAPE):
+def predicted(layout, batch_size, shape=SHAPE, precision=None):
     """Return (placed, footprint, bytes sent by axis) of the traced model."""
-    work = trace(transformer.model(shape), shape.abstract_params(), transformer.abstract_batch(shape, 1), rules=RULES)
+    model = transformer.model(shape, precision=precision)
+    work = trace(model, shape.abstract_params(), transformer.abstract_batch(shape, 1), rules=RULES)
     placed = place(work, layout, abstract_opt_state(work, TX))
     sent = by_axis(traffic(placed, batch_size=batch_size), layout.sizes)
     return placed, footprint(placed, batch_size=batch_size), sent
