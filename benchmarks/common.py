@@ -91,7 +91,7 @@ def write_json(script: str, results: Any, path: Path | None = None) -> Path:
         "command": " ".join([ran.parent.name if ran.stem == "__main__" else ran.name, *sys.argv[1:]]),
         "hardware": {
             "machine": platform.machine(),
-            "cpu": _cpu_name(),
+            "cpu": cpu_name(),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "devices": [str(jax.devices()[0].device_kind), jax.device_count()],
         },
@@ -112,7 +112,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     return next(
         (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..common import interleave, median_ratio
+from ..common import cpu_name, interleave, median_ratio
 from .jobs import Contestant, Job, ask, running
 from .task import Config, write_task
 
@@ -60,6 +60,7 @@ def measure(
     pairs = [(name, rival) for name in rows if name.startswith(OURS) for rival in rivals(name, rows)]
     return {
         "date": datetime.date.today().isoformat(),
+        "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "rounds": rounds,
         "steps_a_round": steps,

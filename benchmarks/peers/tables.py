@@ -1,4 +1,4 @@
-"""Copy the results into README.md and docs/benchmarks.md, as one short table of one run, and into a note, in full.
+"""Copy the results into README.md and docs/benchmarks.md, as short tables beside torch, and into a note, in full.
 
 Each page has markers around its tables.
 
@@ -72,23 +72,30 @@ def table_of(record: dict[str, Any]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def sizes_of(record: dict[str, Any], *, memory: bool) -> str:
-    """Return a row a size of group "torch": shardopt's tokens per second, and peak memory if asked, with ratios to torch's."""
-    lines = [
-        "| width x layers, batch x length | " + " | ".join(_STRATEGIES) + " |",
-        "|---|" + "---:|" * len(_STRATEGIES),
-    ]
-    for size in record["results"]["cpu"].values():
-        if group := size.get("torch"):
-            cells = []
-            for strategy in _STRATEGIES:
-                ours, theirs = (group["contestants"][f"{library} {strategy}"] for library in ("shardopt", "torch"))
-                speed = group["speed_ratios"][f"shardopt {strategy} / torch {strategy}"]
-                peak, of_theirs = ours["peak_bytes"] / 1e6, ours["peak_bytes"] / theirs["peak_bytes"]
-                held = f", {peak:,.0f} MB ({of_theirs:.2f})" if memory else ""
-                cells.append(f"{ours['tokens_per_second']:,.0f} ({speed:.2f}){held}")
+def beside_torch(record: dict[str, Any], *, memory: bool) -> str:
+    """Return a table a CPU of group "torch": tokens per second of shardopt, and peak memory if asked, with ratios to torch's."""
+    sizes = [size for size in record["results"]["cpu"].values() if "torch" in size]
+    tables = []
+    for cpu, first in sizes[0]["torch"].items():
+        lines = [
+            f"{cpu}, run of {first['date']}:",
+            "",
+            "| width x layers, batch x length | " + " | ".join(_STRATEGIES) + " |",
+            "|---|" + "---:|" * len(_STRATEGIES),
+        ]
+        for size in sizes:
+            cells = [_beside_torch(size["torch"][cpu], strategy, memory=memory) for strategy in _STRATEGIES]
             lines.append(f"| {_shape(size['config'])} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        tables.append("\n".join(lines))
+    return "\n\n".join(tables)
+
+
+def _beside_torch(group: dict[str, Any], strategy: str, *, memory: bool) -> str:
+    ours, theirs = (group["contestants"][f"{library} {strategy}"] for library in ("shardopt", "torch"))
+    speed = group["speed_ratios"][f"shardopt {strategy} / torch {strategy}"]
+    peak, of_theirs = ours["peak_bytes"] / 1e6, ours["peak_bytes"] / theirs["peak_bytes"]
+    held = f", {peak:,.0f} MB ({of_theirs:.2f})" if memory else ""
+    return f"{ours['tokens_per_second']:,.0f} ({speed:.2f}){held}"
 
 
 def _shape(config: dict[str, Any]) -> str:
@@ -120,34 +127,25 @@ def gpu_of(record: dict[str, Any] | None) -> str:
 
 
 def short_section(record: dict[str, Any]) -> str:
-    """Return the section of the README: the run of shardopt and torch, tokens per second at each size."""
-    caption = (
-        f"Run of {_date_of(record, 'torch')}: two processes over gloo, a core of an {record['hardware']['cpu']} each. A cell "
-        "has shardopt's tokens per second and, in brackets, the ratio to torch's."
-    )
-    return f"{BEGIN}\n{sizes_of(record, memory=False)}\n\n{caption}\n{END}"
-
-
-def _date_of(record: dict[str, Any], group: str) -> str:
-    """Return the date of the run that measured a group of contestants, the same for all sizes."""
-    (date,) = {size[group]["date"] for size in record["results"]["cpu"].values() if group in size}
-    return date
+    """Return the section of the README: the runs of shardopt and torch, tokens per second at each size."""
+    caption = "Two processes over gloo, a core each. A cell has shardopt's tokens per second and, in brackets, the ratio to torch's."
+    return f"{BEGIN}\n{beside_torch(record, memory=False)}\n\n{caption}\n{END}"
 
 
 def full_section(record: dict[str, Any], gpu: dict[str, Any] | None = None) -> str:
     """Return the section of docs/notes/peers.md: every contestant at every size, each run with its date, and the GPU."""
-    hardware, versions, results = record["hardware"], record["versions"], record["results"]
-    cores = {size["processes"]["cores"] for size in results["cpu"].values() if "processes" in size}
+    versions, results = record["versions"], record["results"]
+    groups = [size["processes"] for size in results["cpu"].values() if "processes" in size]
+    cores = {group["cores"] for group in groups}
     where = "a core for each process" if min(cores) > 1 else "both processes on one core, beside other work"
     others = [(name, results[name]) for name in ("maxtext", "levanter") if name in results]
     also = "".join(f", {_NAMES[name]} {other[name]} (with jax {other['jax']})" for name, other in others)
     machine = (
-        f"{hardware['cpu']}, {where}; jax {versions['jax']}, torch {results['torch']}{also}. Sizes are width x"
+        f"{groups[0]['cpu']}, {where}; jax {versions['jax']}, torch {results['torch']}{also}. Sizes are width x"
         " layers, batch x length. MB: the most that one process ever held, its libraries and compiler included, and the most"
         " that it held in the steps after the first."
     )
-    runs = [f"Run of {_date_of(record, group)}:" for group in ("processes", "torch")]
-    tables = [f"{BEGIN}\n{runs[0]}", table_of(record), machine, runs[1], sizes_of(record, memory=True)]
+    tables = [f"{BEGIN}\nRun of {groups[0]['date']}:", table_of(record), machine, beside_torch(record, memory=True)]
     return "\n\n".join([*tables, f"{gpu_of(gpu)}\n{END}"])
 
 

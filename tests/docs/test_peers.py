@@ -36,7 +36,7 @@ def test_a_page_has_the_table_of_the_results(load, page):
 def test_another_number_would_be_another_table(load, name):
     changed = json.loads(json.dumps(RECORD))
     size = next(iter(changed["results"]["cpu"].values()))
-    size["torch"]["contestants"]["shardopt fsdp"]["tokens_per_second"] *= 2
+    next(iter(size["torch"].values()))["contestants"]["shardopt fsdp"]["tokens_per_second"] *= 2
     section = getattr(load("tables"), name)
     assert section(changed) != section(RECORD)
 
@@ -52,8 +52,9 @@ def test_a_page_without_its_markers_is_refused(load, edit):
 
 def test_all_contestants_computed_the_same(load):
     for size in RECORD["results"]["cpu"].values():
-        for group in {"processes", "torch", "devices"} & set(size):
-            losses = np.array(list(size[group]["losses"].values()))
+        groups = [size[name] for name in ("processes", "devices") if name in size] + list(size["torch"].values())
+        for group in groups:
+            losses = np.array(list(group["losses"].values()))
             assert len(losses) >= 6
             assert losses.shape[1] == load("measure").CHECKED_STEPS
             np.testing.assert_allclose(losses, losses[:1].repeat(len(losses), 0), rtol=1e-4)
