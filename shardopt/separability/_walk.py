@@ -52,13 +52,13 @@ def relate_jaxprs(proof: Proof, whole_jaxpr: Any, piece_jaxpr: Any, relations: S
     if len(consts[0]) != len(consts[1]):
         raise DifferentTracesError(None)
     for var, *values in zip(jaxprs[0].constvars, *consts, strict=True):
-        relation_of[var] = _relation_ofconstants_of(*values)
+        relation_of[var] = _relation_of_constants(*values)
 
     def read(whole_atom: Any, piece_atom: Any) -> Relation:
         if isinstance(whole_atom, Literal) != isinstance(piece_atom, Literal):
             raise DifferentTracesError(None)
         if isinstance(whole_atom, Literal):
-            return _relation_ofconstants_of(whole_atom.val, piece_atom.val)
+            return _relation_of_constants(whole_atom.val, piece_atom.val)
         return relation_of[whole_atom] if piece_var_of[whole_atom] is piece_atom else Unknown("traces")
 
     piece_var_of: dict[Any, Any] = dict(zip((*jaxprs[0].invars, *jaxprs[0].constvars), (*jaxprs[1].invars, *jaxprs[1].constvars), strict=True))  # fmt: skip
@@ -110,7 +110,7 @@ def _same_kind(whole_eqn: JaxprEqn, piece_eqn: JaxprEqn) -> bool:
     return kind(whole_eqn) == kind(piece_eqn)
 
 
-def _relation_ofconstants_of(whole_value: Any, piece_value: Any) -> Relation:
+def _relation_of_constants(whole_value: Any, piece_value: Any) -> Relation:
     """Return the relation of a literal or constant of both traces: `Same` for one array in both, else its numbers."""
     shapes = np.shape(whole_value), np.shape(piece_value)
     if whole_value is piece_value and shapes[0] != ():
