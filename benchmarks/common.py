@@ -113,6 +113,7 @@ def _version(package: str) -> str | None:
 
 
 def cpu_name() -> str:
+    """Return the name of the CPU's model."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     return next(
         (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()

@@ -76,26 +76,32 @@ def beside_torch(record: dict[str, Any], *, memory: bool) -> str:
     """Return a table a CPU of group "torch": tokens per second of shardopt, and peak memory if asked, with ratios to torch's."""
     sizes = [size for size in record["results"]["cpu"].values() if "torch" in size]
     tables = []
-    for cpu, first in sizes[0]["torch"].items():
+    for cpu in sizes[0]["torch"]:
         lines = [
-            f"{cpu}, run of {first['date']}:",
+            _heading([size["torch"][cpu] for size in sizes]),
             "",
             "| width x layers, batch x length | " + " | ".join(_STRATEGIES) + " |",
             "|---|" + "---:|" * len(_STRATEGIES),
         ]
         for size in sizes:
-            cells = [_beside_torch(size["torch"][cpu], strategy, memory=memory) for strategy in _STRATEGIES]
+            cells = [_cell(size["torch"][cpu], strategy, memory=memory) for strategy in _STRATEGIES]
             lines.append(f"| {_shape(size['config'])} | {' | '.join(cells)} |")
         tables.append("\n".join(lines))
     return "\n\n".join(tables)
 
 
-def _beside_torch(group: dict[str, Any], strategy: str, *, memory: bool) -> str:
+def _cell(group: dict[str, Any], strategy: str, *, memory: bool) -> str:
     ours, theirs = (group["contestants"][f"{library} {strategy}"] for library in ("shardopt", "torch"))
     speed = group["speed_ratios"][f"shardopt {strategy} / torch {strategy}"]
     peak, of_theirs = ours["peak_bytes"] / 1e6, ours["peak_bytes"] / theirs["peak_bytes"]
     held = f", {peak:,.0f} MB ({of_theirs:.2f})" if memory else ""
     return f"{ours['tokens_per_second']:,.0f} ({speed:.2f}){held}"
+
+
+def _heading(groups: list[dict[str, Any]]) -> str:
+    """Return the CPU and the date of the run that measured these groups, the same for all."""
+    ((cpu, date),) = {(group["cpu"], group["date"]) for group in groups}
+    return f"{cpu}, run of {date}:"
 
 
 def _shape(config: dict[str, Any]) -> str:
@@ -128,7 +134,10 @@ def gpu_of(record: dict[str, Any] | None) -> str:
 
 def short_section(record: dict[str, Any]) -> str:
     """Return the section of the README: the runs of shardopt and torch, tokens per second at each size."""
-    caption = "Two processes over gloo, a core each. A cell has shardopt's tokens per second and, in brackets, the ratio to torch's."
+    caption = (
+        "Two processes over gloo, a core each. A cell has shardopt's tokens per second and, in brackets, the ratio to torch's. "
+        "Which of the two is faster depends on the CPU."
+    )
     return f"{BEGIN}\n{beside_torch(record, memory=False)}\n\n{caption}\n{END}"
 
 
@@ -137,15 +146,15 @@ def full_section(record: dict[str, Any], gpu: dict[str, Any] | None = None) -> s
     versions, results = record["versions"], record["results"]
     groups = [size["processes"] for size in results["cpu"].values() if "processes" in size]
     cores = {group["cores"] for group in groups}
-    where = "a core for each process" if min(cores) > 1 else "both processes on one core, beside other work"
+    where = "A core for each process" if min(cores) > 1 else "Both processes on one core, beside other work"
     others = [(name, results[name]) for name in ("maxtext", "levanter") if name in results]
     also = "".join(f", {_NAMES[name]} {other[name]} (with jax {other['jax']})" for name, other in others)
     machine = (
-        f"{groups[0]['cpu']}, {where}; jax {versions['jax']}, torch {results['torch']}{also}. Sizes are width x"
+        f"{where}; jax {versions['jax']}, torch {results['torch']}{also}. Sizes are width x"
         " layers, batch x length. MB: the most that one process ever held, its libraries and compiler included, and the most"
         " that it held in the steps after the first."
     )
-    tables = [f"{BEGIN}\nRun of {groups[0]['date']}:", table_of(record), machine, beside_torch(record, memory=True)]
+    tables = [f"{BEGIN}\n{_heading(groups)}", table_of(record), machine, beside_torch(record, memory=True)]
     return "\n\n".join([*tables, f"{gpu_of(gpu)}\n{END}"])
 
 

@@ -106,13 +106,12 @@ def by_axis(transfers: tuple[Transfer, ...], sizes: Mapping[str, int]) -> dict[s
 
 
 def _over_data(placed: PlacedModel) -> list[Transfer]:
-    elements, zeros = placed.elements, ElementCounts(**dict.fromkeys(ElementCounts._fields, 0))
-    expert_elements = {"sharded_blocks": elements.expert_blocks, "rounded_blocks": elements.rounded_experts}
+    elements = placed.elements
     without_experts = placed._replace(elements=elements._replace(expert_blocks=0))
-    experts_alone = placed._replace(elements=zeros._replace(**expert_elements, expert_axis_size=1))
+    expert_elements = ElementCounts(sharded_blocks=elements.expert_blocks, rounded_blocks=elements.rounded_experts)
     other_axes = tuple(axis for axis in placed.layout.shards.names[1:] if axis != "expert")
     transfers = _gathers_and_sums(without_experts, placed.layout.shards.names[1:])
-    return transfers + (_gathers_and_sums(experts_alone, other_axes) if elements.expert_blocks else [])
+    return transfers + _gathers_and_sums(placed._replace(elements=expert_elements), other_axes)
 
 
 def _gathers_and_sums(placed: PlacedModel, other_axes: tuple[str, ...]) -> list[Transfer]:
@@ -150,7 +149,8 @@ def _gathers_and_sums(placed: PlacedModel, other_axes: tuple[str, ...]) -> list[
     passes = (3 if gathers_again else 2) if regather else 1
     block_elements, calls = (elements.sharded_blocks / blocks, blocks * m) if regather else (elements.sharded_blocks, 1)
     gathered, outer = placed.gathered_itemsize, elements.sharded_outer - elements.tables
-    weight_bytes = gathered * block_elements - regather * (gathered - 1) * elements.rounded_blocks / blocks
+    rounded = elements.rounded_blocks / blocks if regather else 0
+    weight_bytes = gathered * (block_elements - rounded) + rounded
     return [
         replicated_sum,
         over_data("all-gather", "weights", weight_bytes, passes * calls, hidden=regather),
@@ -391,15 +391,15 @@ def _gathered_bytes(placed: PlacedModel, rows: float) -> tuple[float, float, flo
         return 0.0, 0.0, 0.0
     elements, layout, size = placed.elements, placed.layout, placed.gathered_itemsize
     stage = elements.sharded_blocks + elements.expert_blocks
-    block, rounded = stage / placed.num_blocks, (elements.rounded_blocks + elements.rounded_experts) / placed.num_blocks
     outer = elements.sharded_outer * size if layout.pipeline > 1 else 0.0
     grad = _FP32_BYTES if layout.scatter_dtype is None else max(size, placed.scattered_itemsize)
     loss = (outer or elements.loss_outer * size) + elements.largest_loss * grad
     largest = elements.largest_outer if _exchange_bytes(placed, rows) else max(elements.largest_outer, elements.tables)
     if not layout.regather:  # the blocks of the stage are gathered during the whole step
         return loss + stage * size, outer + stage * size, outer + stage * size + largest * grad
-    experts = elements.data_sharded_experts / placed.num_blocks
-    return loss, outer + (block - rounded) * size + rounded + (block - experts) * grad, outer + largest * grad
+    rounded = elements.rounded_blocks + elements.rounded_experts
+    weights, grads = size * (stage - rounded) + rounded, grad * (stage - elements.data_sharded_experts)
+    return loss, outer + (weights + grads) / placed.num_blocks, outer + largest * grad
 
 
 def step_flops(workload: Workload, layout: Layout, *, batch_size: int, hardware: Hardware | None = None) -> float:

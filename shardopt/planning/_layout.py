@@ -203,14 +203,14 @@ class ElementCounts(NamedTuple):
       data_sharded_experts: elements of expert leaves that data shards, with or without an expert axis.
     """
 
-    sharded_blocks: int
-    replicated_blocks: int
-    sharded_outer: int
-    replicated_outer: int
-    largest_outer: int
-    loss_outer: int
-    largest_loss: int
-    tables: int
+    sharded_blocks: int = 0
+    replicated_blocks: int = 0
+    sharded_outer: int = 0
+    replicated_outer: int = 0
+    largest_outer: int = 0
+    loss_outer: int = 0
+    largest_loss: int = 0
+    tables: int = 0
     rounded_blocks: int = 0
     expert_blocks: int = 0
     rounded_experts: int = 0

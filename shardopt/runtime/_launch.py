@@ -645,10 +645,11 @@ def _place_environment(rank: int, count: int, address: str) -> dict[str, str]:
 
 
 # XLA:CPU allocates its temporaries again in every step. By default glibc returns freed memory to the system, and each page
-# causes a fault that fills it with zeros. These settings use pages of 2 MB and keep what is freed, up to 32 MB a piece.
-# Larger pieces are mapped: the temporaries of a step are freed a little after its results, often when the next step has
-# taken its own. Kept, they would grow into four or five copies, with small allocations between them. Hosts with an
-# accelerator do without: there only other settings were measured, and compiling took longer.
+# causes a fault that fills it with zeros. These settings use pages of 2 MB, and keep freed pieces of up to 32 MB. Larger pieces
+# are mapped and returned. XLA:CPU frees the temporaries of a step a little after its results, and the next step has often
+# taken its own by then. If glibc kept them, small allocations would split the holes, and the heap would grow to four or five
+# copies. Hosts with an accelerator do without these settings: with one arena for all threads, compiling took four times as
+# long there, and these were not measured.
 _MALLOC = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=1099511627776"
 _DEVICE_FILES = ("nvidia[0-9]*", "nvmap", "dxg", "accel[0-9]*", "vfio/[0-9]*", "kfd")
 """Names in /dev of NVIDIA's GPUs (as cards, on Jetson, in WSL), of TPUs by two drivers, and of AMD's GPUs."""
