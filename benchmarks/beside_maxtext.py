@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from common import write_json
+from common import commit, write_json
 
 RESULTS = Path(__file__).parent / "results" / "beside_maxtext.json"
 SPARSE_CORE = ("all_gather", "reduce_scatter", "all_reduce", "3d_all_gather", "2d_all_gather", "nd_reduce_scatter")
@@ -367,17 +367,6 @@ def read(text: str, mesh: dict[str, int], row: Row) -> dict[str, Any]:
         "dearest": [operation._asdict() for operation in step.operations],
         "notes": list(step.notes),
     }
-
-
-def commit() -> str:
-    """Return the commit of this tree, and whether the code was changed since."""
-
-    def git(*words: str) -> str:
-        run = ["git", "-C", str(Path(__file__).parents[1]), *words]
-        return subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip()
-
-    changed = git("status", "--porcelain", "shardopt", "benchmarks/*.py")
-    return git("rev-parse", "--short=7", "HEAD") + (", changed" if changed else "")
 
 
 def peak(facts: dict[str, Any]) -> float:

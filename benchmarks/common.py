@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -88,6 +89,7 @@ def write_json(script: str, results: Any, path: Path | None = None) -> Path:
     record = {
         "benchmark": Path(script).stem,
         "date": datetime.date.today().isoformat(),
+        "commit": commit(),
         "command": " ".join([ran.parent.name if ran.stem == "__main__" else ran.name, *sys.argv[1:]]),
         "hardware": {
             "machine": platform.machine(),
@@ -103,6 +105,20 @@ def write_json(script: str, results: Any, path: Path | None = None) -> Path:
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n")
     return path
+
+
+def commit() -> str | None:
+    """Return the commit of this tree, with "changed" if the code differs from it; None outside a git checkout."""
+
+    def git(*words: str) -> str:
+        run = ["git", "-C", str(Path(__file__).parents[1]), *words]
+        return subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "shardopt", "benchmarks/*.py")
+        return git("rev-parse", "--short=7", "HEAD") + (", changed" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def _version(package: str) -> str | None:

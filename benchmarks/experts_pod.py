@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from beside_maxtext import Row as MaxTextRow
-from beside_maxtext import commit, compile_maxtext, peak, read
-from common import write_json
+from beside_maxtext import compile_maxtext, peak, read
+from common import commit, write_json
 
 RESULTS = Path(__file__).parent / "results" / "experts_pod.json"
 LENGTH = 4096
