@@ -75,6 +75,20 @@ def narrow(x: Array, dtype: DTypeLike) -> Array:
     return (jnp.round(x) if dtype == jnp.int8 else x).astype(dtype)
 
 
+def as_bits(numbers: Array) -> Int8[Array, "..."]:
+    """Return numbers in 8 bits as int8.
+
+    What a backward pass reads is kept in this form: `jax.checkpoint` rounds floats that it keeps, and so makes NaN of the numbers
+    of float8_e4m3fn above 240. Functions that cast floats leave it alone, too.
+    """
+    return numbers if numbers.dtype == jnp.int8 else jax.lax.bitcast_convert_type(numbers, jnp.int8)
+
+
+def from_bits(bits: Int8[Array, "..."], precision: Precision) -> Array:
+    """Return the rounded activations or weights that `as_bits` made."""
+    return bits if precision == "int8" else jax.lax.bitcast_convert_type(bits, eight_bits(precision).numbers)
+
+
 def inverse(scale: Array) -> Array:
     """Return 1 / scale, or 0 for a scale of 0: one division for many numbers."""
     return jnp.where(scale == 0, 0, 1 / scale)
@@ -160,7 +174,7 @@ class RoundedWeight:
     """A weight in 8 bits, as the matrix of a form; a block gets it for a leaf that `BlockModel.rounded` names.
 
     Attributes:
-      numbers: the matrix, as int8; for "fp8" these are the bits, since functions that cast floats would change floats.
+      numbers: the matrix, by `as_bits`.
       scale: the factors of its channels, [1, C N], or [N, C] by channel.
       zeros: a matrix of zeros for each part, [K, N], or [N, K] by channel; experts have one for all. No product reads them. Their
         gradients are the gradients of the weight.
@@ -178,7 +192,7 @@ class RoundedWeight:
         parts = form.rounding.parts
         zeros = jnp.zeros((len(numbers), numbers.shape[1] // parts), dtype)
         form = form._replace(rounding=form.rounding._replace(dtype=jnp.dtype(dtype)))
-        return cls(jax.lax.bitcast_convert_type(numbers, jnp.int8), scale, (zeros,) * parts, form)
+        return cls(as_bits(numbers), scale, (zeros,) * parts, form)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -238,7 +252,7 @@ class RoundedWeight:
     @property
     def matrix(self) -> Shaped[Array, "R S"]:
         """The matrix in the dtype of its numbers."""
-        return jax.lax.bitcast_convert_type(self.numbers, eight_bits(self.form.rounding.precision).numbers)
+        return from_bits(self.numbers, self.form.rounding.precision)
 
 
 def joined(parts: Sequence[Array]) -> Array:

@@ -6,7 +6,6 @@ In the per-device view these are the rows of one micro-batch on one device; in t
 from collections.abc import Callable, Collection
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
@@ -25,7 +24,8 @@ from shardopt.losses._sums import leaf_wire
 from shardopt.nn._embedding import ColumnTable
 from shardopt.partition import LeafPlan
 from shardopt.remat._gathered_block import gathered_block
-from shardopt.trace._marks import GATHERED, value_name
+from shardopt.remat._kept_values import save_all_but_gathers
+from shardopt.trace._marks import GATHERED
 
 
 def loss_of_rows(
@@ -94,7 +94,7 @@ def _loss_of_rows(
     if jax.debug_nans.value:  # a checkpoint would hide the source of a NaN
         return gathered_loss(params, batch, probe)
     # The backward pass gathers weights again, so that gathered weights of the forward pass need not be kept.
-    return jax.checkpoint(gathered_loss, policy=_save_all_but_gathers)(params, batch, probe)
+    return jax.checkpoint(gathered_loss, policy=save_all_but_gathers)(params, batch, probe)
 
 
 def all_gather_leaves(
@@ -152,16 +152,6 @@ def _scatter_first(gather: Callable[[PyTree], PyTree], outer: PyTree, x: PyTree)
 
 def _column_table(shard: jax.Array, plan: LeafPlan, scatter_dtype: DTypeLike | None) -> ColumnTable:
     return ColumnTable(shard, plan.axes, plan.tensor, (scatter_dtype or plan.dtype) if plan.trainable else None)
-
-
-def _save_all_but_gathers(primitive: jax.extend.core.Primitive, *_: object, **params: object) -> bool:
-    """Return whether a value may be saved, as a `jax.checkpoint` policy: the backward pass recomputes weight gathers only.
-
-    No step from the gather (of bits, in half precision) to its named result may be saved. A saved step would keep the
-    gathered weight, and recomputing the remaining steps would cost nothing.
-    """
-    gathers = ("all_gather", "bitcast_convert_type", "sharding_constraint")
-    return primitive.name not in gathers and value_name(primitive, params) != GATHERED
 
 
 def _behind_barrier(tree: PyTree) -> PyTree:

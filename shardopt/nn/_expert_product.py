@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from shardopt.core._errors import format_error
-from shardopt.core._rounded_weight import Form, Precision, RoundedWeight, Rounding, eight_bits
+from shardopt.core._rounded_weight import Form, Precision, RoundedWeight, Rounding, as_bits, eight_bits, from_bits
 from shardopt.core._types import wide_dtype
 from shardopt.mesh import device_kind_or_default
 from shardopt.nn._grouped_product import grouped_product, implementation_here, outer_of_groups, product_of_groups
@@ -125,15 +125,16 @@ def _forward(product: _Product, x: Array, zeros: Array, numbers: Array, scale: A
     maximum = functools.partial(largest_over, axes=product.sharded.summed)
     rounded = round_array(x, "mk", "m", eight_bits(product.precision).numbers, maximum)
     y = _multiply(rounded, numbers, sizes) * scale[_expert_of_each_row(len(x), sizes)]
-    return y.astype(jnp.result_type(x.dtype, zeros.dtype)), (x, jnp.zeros(0, zeros.dtype), numbers, scale, sizes)
+    residuals = x, jnp.zeros(0, zeros.dtype), as_bits(numbers), scale, sizes
+    return y.astype(jnp.result_type(x.dtype, zeros.dtype)), residuals
 
 
 def _backward(product: _Product, residuals: Any, grad: Array) -> tuple[Array | None, ...]:
-    x, like_weight, numbers, scale, sizes = residuals
+    x, like_weight, bits, scale, sizes = residuals
     scaled = grad.astype(wide_dtype(grad.dtype)) * scale[_expert_of_each_row(len(x), sizes)]
     maximum = functools.partial(largest_over, axes=product.sharded.channels)
     rounded = round_array(scaled, "mn", "m", eight_bits(product.precision).gradients, maximum)
-    dx = _multiply(rounded, numbers, sizes, transposed=True)
+    dx = _multiply(rounded, from_bits(bits, product.precision), sizes, transposed=True)
     dw = outer_of_groups(implementation_here(), x.astype(grad.dtype), grad, sizes)
     return dx.astype(x.dtype), dw.astype(like_weight.dtype), None, None, None
 

@@ -6,7 +6,7 @@ Scales are of one token, one channel of a weight, or one row of tokens, so many 
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeGuard, cast, get_args
+from typing import Any, NamedTuple, TypeGuard, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,9 @@ from shardopt.core._errors import format_error, plural
 from shardopt.core._rounded_weight import (
     Precision,
     RoundedWeight,
+    as_bits,
     eight_bits,
+    from_bits,
     inverse,
     largest_magnitude,
     largest_number,
@@ -310,23 +312,25 @@ def _by_xla(product: Product, x: Array, weight: Array) -> Array:
     return _forward(product, x, weight)[0]
 
 
-def _forward(product: Product, x: Array, weight: Array) -> tuple[Array, tuple[Array, ...]]:
+def _forward(product: Product, x: Array, weight: Array) -> tuple[Array, tuple[Any, ...]]:
     rounded = round_array(weight, product.weight, product.channels, eight_bits(product.precision).numbers)
     return _multiply_rounded(product, x, weight.dtype, rounded)
 
 
-def _multiply_rounded(product: Product, x: Array, dtype: DTypeLike, weight: Rounded) -> tuple[Array, tuple[Array, ...]]:
+def _multiply_rounded(product: Product, x: Array, dtype: DTypeLike, weight: Rounded) -> tuple[Array, tuple[Any, ...]]:
     """Return the product with a rounded weight, and the residuals of its gradients."""
     rounded_x = round_array(x, product.x, product.tokens, eight_bits(product.precision).numbers)
     y = _multiply(rounded_x, product.x, weight, product.weight, product.out)
     y = _scaled(_scaled(y, product.out, rounded_x), product.out, weight)
     kept_x = jnp.zeros(0, x.dtype) if product.rounds_weight_gradient else x
-    residuals = kept_x, jnp.zeros(0, dtype), *rounded_x[:2], *weight[:2]
+    bits = as_bits(rounded_x.numbers), as_bits(weight.numbers)
+    residuals = kept_x, jnp.zeros(0, dtype), bits, (rounded_x.scale, weight.scale)
     return y.astype(jnp.result_type(x.dtype, dtype)), residuals
 
 
-def _backward(product: Product, residuals: tuple[Array, ...], grad: Array) -> tuple[Array, Array]:
-    x, like_weight, qx, x_scale, qw, weight_scale = residuals
+def _backward(product: Product, residuals: tuple[Any, ...], grad: Array) -> tuple[Array, Array]:
+    x, like_weight, bits, (x_scale, weight_scale) = residuals
+    qx, qw = (from_bits(each, product.precision) for each in bits)
     dtype = eight_bits(product.precision).gradients
     wide = grad.astype(wide_dtype(grad.dtype))
     rounded_x, rounded_weight = Rounded(qx, x_scale, product.tokens), Rounded(qw, weight_scale, product.channels)
@@ -354,7 +358,7 @@ def _by_xla_rounded(product: Product, x: Array, weight: RoundedWeight) -> Array:
     def multiply(x: Array, zeros: Array, numbers: Array, scale: Array) -> Array:
         return forward(x, zeros, numbers, scale)[0]
 
-    def forward(x: Array, zeros: Array, numbers: Array, scale: Array) -> tuple[Array, tuple[Array, ...]]:
+    def forward(x: Array, zeros: Array, numbers: Array, scale: Array) -> tuple[Array, tuple[Any, ...]]:
         return _multiply_rounded(product, x, zeros.dtype, Rounded(numbers, scale, product.channels))
 
     multiply.defvjp(forward, lambda residuals, grad: (*_backward(product, residuals, grad), None, None))

@@ -16,7 +16,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from shardopt.core._rounded_weight import Precision, eight_bits, inverse, largest_number, narrow
+from shardopt.core._rounded_weight import Precision, as_bits, eight_bits, from_bits, inverse, largest_number, narrow
 from shardopt.nn._kernel_tiles import LANES, ROWS, by_strips, call_kernel, largest_block, product, vmem
 from shardopt.nn._rounded_product import (
     NO_GRADIENT,
@@ -121,11 +121,12 @@ def _with_residuals(layout: Layout, x: Array, rows: RoundedTokens, weight: Matri
     (zeros,), numbers, scale = weight
     dtype = jnp.result_type(x, zeros)
     y = multiply(rows, numbers, scale, sizes, layout.precision, summed_rows=not layout.by_channel, dtype=dtype)
-    return y, (x, like(zeros), numbers, scale, sizes)
+    return y, (x, like(zeros), as_bits(numbers), scale, sizes)
 
 
 def _gradients(layout: Layout, residuals: Any, grad: Array) -> Any:
-    x, like_weight, numbers, scale, sizes = residuals
+    x, like_weight, bits, scale, sizes = residuals
+    numbers = from_bits(bits, layout.precision)
     rows = round_by_expert(grad, sizes, eight_bits(layout.precision).gradients, scale)
     dx = multiply(rows, numbers, None, sizes, layout.precision, summed_rows=layout.by_channel, dtype=x.dtype)
     factors = (grad, x) if layout.by_channel else (x, grad)

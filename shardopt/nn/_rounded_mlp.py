@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from shardopt.core._rounded_weight import eight_bits, inverse, largest_number, narrow
+from shardopt.core._rounded_weight import as_bits, eight_bits, from_bits, inverse, largest_number, narrow
 from shardopt.nn._kernel_tiles import LANES, ROWS, by_strips, call_kernel, largest_block
 from shardopt.nn._rounded_product import (
     NO_GRADIENT,
@@ -85,11 +85,13 @@ def _with_residuals(
     ((hidden, hidden_scale),) = round_rows_of(parts, [mlp.hidden], [None], [qx.dtype])
     y = forward(hidden, hidden_scale, down.numbers, down.scale, mlp.down, 0, added, dtype=dtype)
     likes = jnp.zeros(0, x.dtype), jnp.zeros(0, up.zeros[0].dtype), jnp.zeros(0, down.zeros[0].dtype)
-    return y, (likes, like(added), qx, x_scale, parts, up[1:], down[1:])
+    bits = [as_bits(numbers) for numbers in (qx, up.numbers, down.numbers)]
+    return y, (likes, like(added), bits, parts, (x_scale, up.scale, down.scale))
 
 
 def _gradients(mlp: Mlp, residuals: Any, grad: Array) -> Any:
-    (like_x, like_up, like_down), like_added, qx, x_scale, parts, (up, up_scale), (down, down_scale) = residuals
+    (like_x, like_up, like_down), like_added, bits, parts, (x_scale, up_scale, down_scale) = residuals
+    qx, up, down = (from_bits(each, mlp.up.precision) for each in bits)
     dtype = eight_bits(mlp.up.precision).gradients
     rows, row_scale = round_rows([grad], dtype, down_scale)
     d_hidden = gradient_of_tokens(rows, row_scale, down, mlp.down, 1, dtype=parts[0].dtype)

@@ -19,7 +19,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from shardopt.core._rounded_weight import Precision, eight_bits, inverse, largest_number, narrow
+from shardopt.core._rounded_weight import Precision, as_bits, eight_bits, from_bits, inverse, largest_number, narrow
 from shardopt.nn._kernel_tiles import LANES, ROWS, by_strips, call_kernel, largest_block, product, vmem
 from shardopt.nn._norm import rsqrt_of_mean_square
 
@@ -107,11 +107,12 @@ def _with_residuals(
     dtype = jnp.result_type(x.dtype, zeros[0].dtype)
     y = tuple(forward(qx, x_scale, numbers, scale, sizes, part, added, dtype=dtype) for part in range(sizes.parts))
     like_x, like_weight = jnp.zeros((0, x.shape[1]), x.dtype), jnp.zeros(0, zeros[0].dtype)
-    return y, (like_x, like_weight, like(added), qx, x_scale, numbers, scale)
+    return y, (like_x, like_weight, like(added), as_bits(qx), x_scale, as_bits(numbers), scale)
 
 
 def _gradients(sizes: Sizes, residuals: Any, grads: tuple[Array, ...]) -> Any:
     like_x, like_weight, like_added, qx, x_scale, numbers, scale = residuals
+    qx, numbers = (from_bits(bits, sizes.precision) for bits in (qx, numbers))
     dtype = eight_bits(sizes.precision).gradients
     by_token, token_scale = round_rows(grads, dtype, scale)
     heads = like_x.shape[1]

@@ -48,6 +48,7 @@ def test_numbers_are_those_of_the_formula(precision, x64):
     x, w, g = rng.normal(size=(2, 5, 16)), rng.normal(size=(16, 2, 3)), rng.normal(size=(2, 2, 5, 3))
     x[0, 1] = 0
     y, pull = jax.vjp(lambda x, w: so.nn.quantized_einsum(SUBSCRIPTS, x, w, precision=precision), x, w)
+    assert all(kept.dtype != jnp.float8_e4m3fn for kept in jax.tree.leaves(pull))  # jax.checkpoint cannot keep it
     dx, dw = pull(jnp.asarray(g))
     own = (np.int8,) * 2 if precision == "int8" else (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
     qx, qw = rounded(x, (2,), own[0]), rounded(w, (0,), own[0])
@@ -134,6 +135,7 @@ def test_kernels_compute_the_same_numbers(precision, name, is_rounded, monkeypat
     def traced(w):
         def run(x, w, g):
             y, pull = jax.vjp(product, x, w)
+            assert all(kept.dtype != jnp.float8_e4m3fn for kept in jax.tree.leaves(pull))
             return y, *pull(g)
 
         return jax.jit(run).trace(x, w, g)
@@ -167,6 +169,7 @@ def test_kernels_compute_the_activation_of_an_mlp(precision, is_rounded, monkeyp
 
     def run(function, *operands):
         y, pull = jax.vjp(function, *operands)
+        assert all(kept.dtype != jnp.float8_e4m3fn for kept in jax.tree.leaves(pull))
         return y, *pull(dy)
 
     mlp = functools.partial(gated_mlp, activation=jax.nn.silu, precision=precision)
@@ -312,6 +315,65 @@ def test_what_is_refused():
     message = "GPTConfig: unknown precision 'int4'.\nFix: use 'int8', 'fp8', or None for that of the dtype."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         check_precision("GPTConfig", "int4")
+
+
+@jax.custom_vjp
+def in_8_bits(x, w):
+    """A user's own product: jax.checkpoint makes NaN of numbers of float8_e4m3fn above 240."""
+    return own_forward(x, w)[0]
+
+
+def own_forward(x, w):
+    qx, qw = ((448 * a / jnp.abs(a).max(dim, keepdims=True)).astype(jnp.float8_e4m3fn) for a, dim in ((x, -1), (w, 0)))
+    return jnp.einsum("btd,df->btf", qx.astype(x.dtype), qw.astype(x.dtype)) / 448**2, (qx, qw)
+
+
+def own_backward(kept, g):
+    qx, qw = (numbers.astype(g.dtype) for numbers in kept)
+    return jnp.einsum("btf,df->btd", g, qw), jnp.einsum("btd,btf->df", qx, g)
+
+
+in_8_bits.defvjp(own_forward, own_backward)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("view", ["per_device", "global"])
+def test_a_loss_that_is_not_of_blocks_keeps_its_numbers_of_8_bits(view, mesh_of, x64):
+    rng = np.random.default_rng(0)
+    params = {name: rng.normal(size=(8, 8)) for name in ("a", "b")}
+    batches = [{"x": rng.normal(size=(4, 3, 8))} for _ in range(3)]
+
+    def loss(params, batch):
+        x = so.nn.quantized_einsum("btd,df->btf", batch["x"], params["a"], precision="fp8")
+        return jnp.mean((x + in_8_bits(jnp.sin(x), params["b"])) ** 2)
+
+    tx = optax.sgd(0.1, momentum=0.9)
+    opt = so.fsdp(tx, mesh_of(data=2), loss, min_shard_elements=1, view=view)
+    state = opt.init(params)
+    for batch in batches:
+        state, _ = opt.step(state, batch)
+    assert relative_difference(state.params, train(tx, loss, params, batches)[1]) < 1e-10
+
+
+@pytest.mark.fast
+def test_blocks_may_save_everything(mesh_of, x64):
+    rng = np.random.default_rng(0)
+    params = {"blocks": {"w": rng.normal(size=(2, 8, 8))}}
+    batches = [{"x": rng.normal(size=(4, 3, 8))} for _ in range(3)]
+    model = so.BlockModel(
+        lambda outer, batch: batch["x"],
+        lambda w, x: x + so.nn.quantized_einsum("btd,df->btf", x, w["w"], precision="fp8"),
+        lambda outer, x, batch: jnp.mean(x**2),
+        remat=jax.checkpoint_policies.everything_saveable,
+        rounded={"w": Rounding("fp8")},
+    )
+    tx = optax.sgd(1e-3, momentum=0.9)
+    opt = so.fsdp(tx, mesh_of(data=2), model, min_shard_elements=1)
+    state = opt.init(params)
+    for batch in batches:
+        state, _ = opt.step(state, batch)
+    model = model._replace(remat=None, rounded={})
+    assert relative_difference(state.params, train(tx, model.loss_fn, params, batches)[1]) < 1e-10
 
 
 CONFIG = gpt.GPTConfig(vocab_size=32, dim=16, num_layers=2, num_heads=2, param_dtype=jnp.float64)
