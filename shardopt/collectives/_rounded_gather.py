@@ -41,7 +41,10 @@ def gather_rounded(
     scales = replaced(
         scales, sharded, [row.reshape(-1, *scales[i].shape[1:]) for row, i in zip(rows, sharded, strict=True)]
     )
-    return [RoundedWeight.of(*parts) for parts in zip(matrices, scales, dtypes, forms, strict=True)]
+    return [
+        RoundedWeight.of(numbers, scale, dtype, form, is_cast=dtype == weight.dtype)
+        for weight, numbers, scale, dtype, form in zip(weights, matrices, scales, dtypes, forms, strict=True)
+    ]
 
 
 def maximum_over(largest: jax.Array, axes: MeshAxes) -> jax.Array:

@@ -33,7 +33,8 @@ class BlockModel(NamedTuple):
         bytes to exchange the rows of a batch. Only in the per-device view and not in a pipeline.
       rounded: key path within a block -> `Rounding`, for weights that `block` reads through `so.nn.quantized_einsum` alone.
         If fsdp shards such a weight, each device rounds its shard, and the numbers in 8 bits are gathered. The result is the
-        same. Only in the per-device view, and not where tensor shards the weight.
+        same. Only in the per-device view. A weight is gathered as it is where tensor shards it, or where fsdp shards neither the
+        first dim that the product sums over nor an only dim of channels.
 
     Example:
       >>> import jax.numpy as jnp

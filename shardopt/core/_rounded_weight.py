@@ -7,11 +7,13 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8, Shaped
 
 from shardopt.core._errors import format_error
 from shardopt.core._types import wide_dtype
+from shardopt.trace._marks import OPENED
 
 Precision = Literal["int8", "fp8"]
 
@@ -179,20 +181,22 @@ class RoundedWeight:
       zeros: a matrix of zeros for each part, [K, N], or [N, K] by channel; experts have one for all. No product reads them. Their
         gradients are the gradients of the weight.
       form: how the matrix is the weight.
+      is_cast: whether the block has cast it to the dtype of its rounding, or gets it in this dtype.
     """
 
     numbers: Int8[Array, "R S"]
     scale: Float[Array, "..."]
     zeros: tuple[Float[Array, "R S/C"], ...]
     form: Form = dataclasses.field(metadata={"static": True})
+    is_cast: bool = dataclasses.field(default=True, metadata={"static": True})
 
     @classmethod
-    def of(cls, numbers: Array, scale: Array, dtype: DTypeLike, form: Form) -> "RoundedWeight":
+    def of(cls, numbers: Array, scale: Array, dtype: DTypeLike, form: Form, *, is_cast: bool = True) -> "RoundedWeight":
         """Return the weight of gathered numbers and scales, for products in a dtype."""
         parts = form.rounding.parts
         zeros = jnp.zeros((len(numbers), numbers.shape[1] // parts), dtype)
         form = form._replace(rounding=form.rounding._replace(dtype=jnp.dtype(dtype)))
-        return cls(as_bits(numbers), scale, (zeros,) * parts, form)
+        return cls(as_bits(numbers), scale, (zeros,) * parts, form, is_cast)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -220,13 +224,18 @@ class RoundedWeight:
         if not is_wide:
             problem = f"a weight that BlockModel.rounded names is cast to {jnp.dtype(dtype)}, and was rounded in {self.dtype}."
             raise TypeError(format_error("quantized_einsum", problem, fix="give its Rounding the dtype of this cast."))
-        return dataclasses.replace(self, zeros=tuple(zeros.astype(dtype) for zeros in self.zeros))
+        zeros = tuple(zeros.astype(dtype) for zeros in self.zeros)
+        return dataclasses.replace(self, zeros=zeros, is_cast=self.is_cast or dtype == self.form.rounding.dtype)
 
     @property
     def is_intact(self) -> bool:
         """Whether numbers and scales have the dtypes of their rounding; `jax.tree.map` with a cast changes them."""
         rounding = self.form.rounding
         return self.numbers.dtype == jnp.int8 and self.scale.dtype == wide_dtype(rounding.dtype or self.dtype)
+
+    def opened(self) -> "RoundedWeight":
+        """Return the weight with its arrays named for a product, which alone reads them; see `remat/_rounded_reads.py`."""
+        return jax.tree.map(lambda array: checkpoint_name(array, OPENED), self)
 
     def __jax_array__(self) -> Array:
         """Refuse to convert the weight to an array.

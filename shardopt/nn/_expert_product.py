@@ -60,9 +60,7 @@ def expert_products(
         rounded.
       sharded: the mesh axes that shard the dims of a weight.
     """
-    for weight in weights:
-        if isinstance(weight, RoundedWeight):
-            _check_rounding(weight, precision)
+    weights = [_opened(weight, precision) if isinstance(weight, RoundedWeight) else weight for weight in weights]
     if precision is None:
         return [grouped_product(rows, cast(Array, weight), sizes) for weight in weights]
     if sharded == LOCAL and _kernels_take(precision, weights):
@@ -73,8 +71,8 @@ def expert_products(
     return [_by_xla(product, rows, *_unpacked(product, weight), sizes) for weight in weights]
 
 
-def _check_rounding(weight: RoundedWeight, precision: Precision | None) -> None:
-    """Refuse a weight that was rounded for another product.
+def _opened(weight: RoundedWeight, precision: Precision | None) -> RoundedWeight:
+    """Return a rounded weight for its product to read.
 
     Raises:
       TypeError: if its numbers or scales were cast.
@@ -88,6 +86,7 @@ def _check_rounding(weight: RoundedWeight, precision: Precision | None) -> None:
         if precision is None:
             fix = f"give precision={rounding.precision!r}, or take it out of BlockModel.rounded."
         raise ValueError(format_error("mixture_of_experts", problem, fix=fix))
+    return weight.opened()
 
 
 def _kernels_take(precision: Precision, weights: Sequence[Array | RoundedWeight]) -> bool:

@@ -154,7 +154,7 @@ def quantized_einsum(
         product = quantized_einsum(subscripts, x, weight.base, precision=precision, added=added)
         return product + weight.einsum(plain(x), parse_subscripts(subscripts)).astype(product.dtype)
     if isinstance(weight, RoundedWeight):
-        _check_rounding(subscripts, weight, precision)
+        weight = _opened(subscripts, weight, precision)
     if added is not None:
         _check_added(subscripts, added, x.shape, weight.shape)
     if precision is None:
@@ -185,8 +185,8 @@ def _check_added(subscripts: str, added: Array, x: tuple[int, ...], weight: tupl
         raise ValueError(format_error("quantized_einsum", problem, fix="give an array of the product's shape."))
 
 
-def _check_rounding(subscripts: str, weight: RoundedWeight, precision: str | None) -> None:
-    """Refuse a product of a weight that was rounded for another one.
+def _opened(subscripts: str, weight: RoundedWeight, precision: str | None) -> RoundedWeight:
+    """Return a rounded weight for its product to read.
 
     Raises:
       TypeError: if its numbers or scales were cast.
@@ -203,14 +203,21 @@ def _check_rounding(subscripts: str, weight: RoundedWeight, precision: str | Non
         )
         fix = "describe this product in BlockModel.rounded, or take the weight out of it."
         raise ValueError(format_error("quantized_einsum", problem, fix=fix))
+    return weight.opened()
 
 
 def check_intact(caller: str, weight: RoundedWeight) -> None:
-    """Refuse a rounded weight whose arrays were cast.
+    """Refuse a rounded weight whose arrays were cast, or that was not cast itself.
 
     Raises:
-      TypeError: if numbers or scales have another dtype than that of their rounding.
+      TypeError: if numbers or scales have another dtype than that of their rounding, or the block has not cast the weight to it.
     """
+    if not weight.is_cast:
+        dtype = weight.form.rounding.dtype
+        problem = (
+            f"a weight that BlockModel.rounded names was rounded in {dtype}, and the block did not cast it to that."
+        )
+        raise TypeError(format_error(caller, problem, fix="leave out the dtype of its Rounding, or cast the weight."))
     if not weight.is_intact:
         problem = "the arrays within a weight that BlockModel.rounded names were cast, and it is rounded to 8 bits."
         fix = 'cast the weight itself: give jax.tree.map is_leaf=lambda leaf: hasattr(leaf, "astype").'
@@ -426,9 +433,8 @@ def gated_mlp(
     """
     if precision is None or isinstance(up, LowRank) or isinstance(down, LowRank):
         return None
-    for subscripts, weight in (("btd,dcf->cbtf", up), ("btf,fd->btd", down)):
-        if isinstance(weight, RoundedWeight):
-            _check_rounding(subscripts, weight, precision)
+    up = _opened("btd,dcf->cbtf", up, precision) if isinstance(up, RoundedWeight) else up
+    down = _opened("btf,fd->btd", down, precision) if isinstance(down, RoundedWeight) else down
     up_operand = _kernel_weight(Product("btd", "dcf", "cbtf", precision), x.shape, up)
     down_operand = _kernel_weight(Product("btf", "fd", "btd", precision), (*x.shape[:2], up.shape[2]), down)
     if up.shape[1] != 2 or up_operand is None or down_operand is None:

@@ -13,6 +13,7 @@ from shardopt.core._block_model import BlockModel, call
 from shardopt.core._block_remat import checkpointed
 from shardopt.core._errors import format_error
 from shardopt.core._types import PyTree, abstract, replaced
+from shardopt.remat._rounded_reads import reading_in_products
 from shardopt.remat._split_backward import Arrays, Passes, Shapes, floating, split_backward
 
 
@@ -32,7 +33,8 @@ def gathered_block(caller: str, model: BlockModel, gather: Callable[[PyTree], Py
 
         def block(arguments: Arrays, leaves: Arrays) -> Arrays:
             one_block, index, rng = arguments_treedef.unflatten(arguments)
-            run_block = checkpointed(model.remat, lambda weights, x: call(model.block, rng, index, weights, x))
+            of_user = reading_in_products(caller, lambda weights, x: call(model.block, rng, index, weights, x))
+            run_block = checkpointed(model.remat, of_user)
             return leaves_like(caller, inputs, treedef, run_block(gather(one_block), treedef.unflatten(leaves)))
 
         return treedef.unflatten(min_cut_remat(block, arguments, inputs))

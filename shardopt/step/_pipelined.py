@@ -27,6 +27,7 @@ from shardopt.pipeline._cut import is_even
 from shardopt.pipeline._executor import SumSpecs, execute, forward_only
 from shardopt.pipeline._messages import Index
 from shardopt.remat._gathered_block import leaves_like
+from shardopt.remat._rounded_reads import reading_in_products
 from shardopt.remat._split_backward import floating
 from shardopt.trace._parts import Arrays
 
@@ -182,9 +183,10 @@ class _PipelinedModel:
         if self.config.gathers and not self.config.gathers_once:
             leaves = all_gather_leaves(self.config, leaves, self._block_plans, model=self.model)
 
-        def run(weights, x):
+        def block(weights, x):
             return call(self.model.block, self._key(m), number, weights, x)
 
+        run = reading_in_products(self.config.strategy, block)
         if not self.remat_blocks:  # the stage itself does "full" remat
             run = checkpointed(self.model.remat, run)
         plans = self.layout.treedef.unflatten(self.layout.plans)

@@ -31,6 +31,8 @@ _DATA = {POSITIONS: (), ATTENTION: (), ROW_MAXIMUM: (), EXPERTS: ("top_k",), GRO
 
 GATHERED = "shardopt_gathered"
 """Named values: gathered weights."""
+OPENED = "shardopt_opened"
+"""Named values: the arrays of a rounded weight where a product in 8 bits reads them."""
 BLOCK_INPUT = "shardopt_block_input"
 """Named values: the input of a block."""
 LOOKED_UP = "embedding"

@@ -1,0 +1,77 @@
+"""Products in 8 bits alone read a weight that is rounded; a block with any other read of it is refused.
+
+Numbers and scales are arrays within the weight. `jax.tree.map` and `jax.tree.leaves` reach them, and know nothing of 8 bits.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from shardopt.core._errors import format_error
+from shardopt.core._rounded_weight import RoundedWeight
+from shardopt.core._types import PyTree
+from shardopt.trace._marks import OPENED, value_name
+from shardopt.trace._primitives import IDENTITIES
+from shardopt.trace._walk import Equations, Walk, scan_parts, while_parts
+
+_PASSES = IDENTITIES | {"convert_element_type", "optimization_barrier"}
+"""Primitives that pass an array on. Products notice a cast."""
+
+
+def reading_in_products(caller: str, block: Callable[[PyTree, PyTree], PyTree]) -> Callable[[PyTree, PyTree], PyTree]:
+    """Return `block(weights, x)`, which is refused if it reads a `RoundedWeight` elsewhere than in a product in 8 bits.
+
+    Raises:
+      TypeError: by a call, with the primitives that read it.
+    """
+
+    def run(weights: PyTree, x: PyTree) -> PyTree:
+        nodes = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, RoundedWeight))
+        of_rounded = [isinstance(node, RoundedWeight) for node in nodes for _ in jax.tree.leaves(node)]
+        if not any(of_rounded):
+            return block(weights, x)
+        traced, results = jax.make_jaxpr(block, return_shape=True)(weights, x)
+        arguments = jax.tree.leaves((weights, x))
+        if readers := _readers(traced, [*of_rounded, *[False] * (len(arguments) - len(of_rounded))]):
+            problem = "a block reads a weight that BlockModel.rounded names, elsewhere than in a product in 8 bits."
+            fix = "multiply it by so.nn.quantized_einsum alone, or take its name out of BlockModel.rounded."
+            raise TypeError(format_error(caller, problem, [f"read by {reader}" for reader in readers], fix))
+        return jax.tree.structure(results).unflatten(jaxpr_as_fun(traced)(*arguments))
+
+    return run
+
+
+def _readers(traced: ClosedJaxpr, of_rounded: Sequence[bool]) -> list[str]:
+    """Return the primitives that read arrays of rounded weights which no product has named `OPENED`."""
+    readers: dict[str, None] = {}
+
+    def are_of_rounded(walk: Walk[bool], eqns: Equations, operands: list[bool]) -> list[bool]:
+        (eqn,) = eqns
+        kind, results = eqn.primitive.name, [False] * len(eqn.outvars)
+        if not any(operands) or value_name(eqn.primitive, eqn.params) == OPENED:
+            return results
+        if kind in _PASSES:
+            return operands
+        if kind == "cond" and not operands[0]:
+            return walk.branches(eqns, operands[1:])
+        if kind == "scan" and not any(scan_parts(eqn, operands)[2]):
+            carry, stacked = walk.loop([eqn.params["jaxpr"]], *scan_parts(eqn, operands))
+            return [*carry, *stacked]
+        if kind == "while" and not any(operands[: eqn.params["cond_nconsts"]]):
+            _, consts, carry = while_parts(eqn, operands)
+            carry, _ = walk.loop([eqn.params["body_jaxpr"]], consts, carry)
+            if not any(carry):  # the condition reads the carry
+                return results
+        called = walk.call(eqns, operands) if kind not in ("cond", "scan", "while") else None
+        if called is None:
+            readers[kind] = None
+        return results if called is None else called
+
+    nothing: Callable[[Sequence[Any]], bool] = lambda _: False  # noqa: E731
+    walk = Walk(are_of_rounded, constant=nothing, literal=nothing, different=False, join=operator.or_)
+    if any(walk.follow([traced], of_rounded)):
+        readers["the result of the block"] = None
+    return list(readers)

@@ -1,0 +1,106 @@
+"""A block reads its rounded weights in products of 8 bits alone: through functions and loops too, and any other read is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.reference import relative_difference
+
+import shardopt as so
+from shardopt.nn import Rounding
+
+RNG = np.random.default_rng(0)
+PARAMS = {"blocks": {"w": RNG.normal(size=(2, 8, 8)), "switch": np.array([1.0, -1.0])}}
+BATCHES = [RNG.normal(size=(8, 3, 8)) for _ in range(3)]
+
+
+def product(x, w):
+    return jnp.tanh(so.nn.quantized_einsum("btd,df->btf", x, w["w"], precision="int8"))
+
+
+def looped(x, w):
+    return jax.lax.scan(lambda x, _: (product(x, w), None), x, None, length=2)[0]
+
+
+def carried(x, w):
+    return jax.lax.scan(lambda x_and_w, _: ((product(*x_and_w), x_and_w[1]), None), (x, w), None, length=2)[0][0]
+
+
+def while_looped(x, w):
+    x, w = jax.lax.stop_gradient((x, w))  # such a loop has no gradient
+    turn = lambda turn_and_x: (turn_and_x[0] + 1, product(turn_and_x[1], w))  # noqa: E731
+    return jax.lax.while_loop(lambda turn_and_x: turn_and_x[0] < 2, turn, (0, x))[1]
+
+
+def changed(change):
+    """Return the product with the weight after `jax.tree.map` of a change; the switch stays."""
+    return lambda x, w: product(x, {"w": jax.tree.map(change, w["w"])})
+
+
+def reversed_in_a_loop(x, w):
+    turn = lambda turn_and_w: (turn_and_w[0] + 1, jax.tree.map(lambda leaf: leaf[::-1], turn_and_w[1]))  # noqa: E731
+    return product(x, {"w": jax.lax.while_loop(lambda turn_and_w: turn_and_w[0] < 2, turn, (0, w["w"]))[1]})
+
+
+PRODUCTS = {
+    "jit": lambda x, w: jax.jit(product)(x, w),
+    "checkpoint": lambda x, w: jax.checkpoint(product)(x, w),
+    "scan": looped,
+    "carry": carried,
+    "while": while_looped,
+    "cond": lambda x, w: jax.lax.cond(w["switch"] > 0, product, lambda x, w: product(2 * x, w), x, w),
+    "stop_gradient": lambda x, w: product(x, jax.lax.stop_gradient(w)),
+    "barrier": lambda x, w: product(x, jax.lax.optimization_barrier(w)),
+}
+OTHERS = {
+    "neg": changed(lambda leaf: -leaf),
+    "mul": changed(lambda leaf: leaf * 2),
+    "rev": jax.jit(changed(lambda leaf: leaf[::-1])),
+    "add": jax.checkpoint(changed(lambda leaf: leaf + leaf)),
+    "sub": lambda x, w: jax.lax.cond(w["switch"] > 0, product, changed(lambda leaf: leaf - leaf), x, w),
+    "select_n": lambda x, w: changed(lambda leaf: jnp.where(w["switch"] > 0, leaf, leaf))(x, w),
+    "while": reversed_in_a_loop,
+    "square": lambda x, w: product(x, w) / (1 + optax.tree.norm(w)),
+    "reduce_sum": lambda x, w: product(x, w) + sum(jnp.sum(leaf) for leaf in jax.tree.leaves(w)),
+}
+
+
+def trained(block, rounded, opt=so.fsdp, sizes=None, **options):
+    mesh = so.make_mesh(**(sizes or {"data": 2}), devices=jax.devices()[: 4 if sizes else 2])
+    model = so.BlockModel(
+        lambda outer, x: x, lambda w, x: x + block(x, w), lambda outer, x, _: jnp.mean(x**2), rounded=rounded
+    )
+    strategy = opt(optax.sgd(0.1, momentum=0.9), mesh, model, min_shard_elements=1, **options)
+    state = strategy.init(PARAMS)
+    for batch in BATCHES:
+        state, _ = strategy.step(state, batch)
+    return state.params
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_may_be_anywhere(name, x64):
+    rounded = trained(PRODUCTS[name], {"w": Rounding("int8")})
+    assert relative_difference(rounded, trained(PRODUCTS[name], {})) < 1e-10
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("reader", OTHERS)
+def test_any_other_read_is_refused(reader):
+    with pytest.raises(
+        TypeError, match=rf"^fsdp: a block reads a weight that BlockModel.rounded names.*(?s:.)*read by {reader}\n"
+    ):
+        trained(OTHERS[reader], {"w": Rounding("int8")})
+
+
+def test_a_pipeline_refuses_it_too():
+    pipeline = {"sizes": {"data": 2, "pipeline": 2}, "micro_batches": 2, "placement": "fsdp"}
+    with pytest.raises(TypeError, match=r"read by neg"):
+        trained(OTHERS["neg"], {"w": Rounding("int8")}, so.hybrid, **pipeline)
+
+
+@pytest.mark.fast
+def test_a_cast_that_the_rounding_names_must_happen():
+    for block in (product, lambda x, w: product(x, {"w": w["w"].astype(jnp.float32)})):
+        with pytest.raises(TypeError, match=r"was rounded in bfloat16, and the block did not cast it to that"):
+            trained(block, {"w": Rounding("int8", dtype=jnp.bfloat16)})
