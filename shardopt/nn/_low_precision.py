@@ -104,8 +104,8 @@ def quantized_einsum(
       The product, in the dtype of x and weight, plus `added`.
 
     Raises:
-      ValueError: if `precision` is unknown, subscripts do not have this form, or `added` has another shape; if
-        `BlockModel.rounded` describes another product of the weight.
+      ValueError: if `precision` is unknown, subscripts do not have this form, operands do not fit them or are not floating, or
+        `added` has another shape; if `BlockModel.rounded` describes another product of the weight.
 
     Example:
       >>> import jax.numpy as jnp
@@ -155,6 +155,7 @@ def quantized_einsum(
         return product + weight.einsum(plain(x), parse_subscripts(subscripts)).astype(product.dtype)
     if isinstance(weight, RoundedWeight):
         weight = _opened(subscripts, weight, precision)
+    _check_operands(subscripts, x, weight, any_dtype=precision is None)
     if added is not None:
         _check_added(subscripts, added, x.shape, weight.shape)
     if precision is None:
@@ -173,11 +174,18 @@ def _plus(y: Array, added: Array | None) -> Array:
     return y if added is None else added + y
 
 
+def _check_operands(subscripts: str, x: Array | Normed, weight: Array | RoundedWeight, *, any_dtype: bool) -> None:
+    """Refuse operands whose dims are not those of the subscripts, or whose numbers are not floating unless `any_dtype`."""
+    for operand, letters in zip((x, weight), parse_subscripts(subscripts)[:2], strict=True):
+        if len(operand.shape) != len(letters) or not (any_dtype or jnp.issubdtype(operand.dtype, jnp.floating)):
+            problem = f"an operand of {subscripts!r} is {operand.dtype}{list(operand.shape)}."
+            fix = f"give it a floating dtype, and the {plural(len(letters), 'dim')} of {letters!r}."
+            raise ValueError(format_error("quantized_einsum", problem, fix=fix))
+
+
 def _check_added(subscripts: str, added: Array, x: tuple[int, ...], weight: tuple[int, ...]) -> None:
     """Refuse an array that has another shape than the product."""
     *operands, out = parse_subscripts(subscripts)
-    if [len(letters) for letters in operands] != [len(x), len(weight)]:
-        return  # einsum refuses them
     sizes = dict(zip("".join(operands), x + weight, strict=True))
     shape = tuple(sizes[letter] for letter in out)
     if jnp.shape(added) != shape:

@@ -312,6 +312,10 @@ def test_what_is_refused():
             so.nn.quantized_einsum(subscripts, x, x, precision="int8")
     with pytest.raises(ValueError, match=r"^quantized_einsum: `added` has shape \(5, 3\), and the product \(3, 5\)\."):
         so.nn.quantized_einsum("td,df->tf", np.ones((3, 4)), np.ones((4, 5)), precision=None, added=np.ones((5, 3)))
+    for wrong in (np.ones((2, 3, 4), np.float32), np.ones((3, 4), np.complex64), np.ones((3, 4), int)):
+        message = re.escape(f"an operand of 'td,df->tf' is {wrong.dtype}{list(wrong.shape)}.")
+        with pytest.raises(ValueError, match=rf"{message}\nFix: give it a floating dtype, and the 2 dims of 'td'\."):
+            so.nn.quantized_einsum("td,df->tf", wrong, np.ones((4, 5), np.float32), precision="int8")
     message = "GPTConfig: unknown precision 'int4'.\nFix: use 'int8', 'fp8', or None for that of the dtype."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         check_precision("GPTConfig", "int4")
