@@ -16,11 +16,10 @@ import itertools
 import json
 import os
 import statistics
-import subprocess
 from pathlib import Path
 from typing import Any, Literal
 
-from common import write_json
+from common import commit, write_json
 
 RESULTS = Path(__file__).parent / "results" / "low_precision.json"
 PRECISIONS = ("float32", "int8", "fp8")
@@ -152,11 +151,10 @@ def keep(part: str, name: str, found: dict[str, Any]) -> None:
     print(name, found.get("losses") or found.get("seconds") or found["milliseconds"], flush=True)
 
 
-def versions() -> dict[str, str]:
+def versions() -> dict[str, str | None]:
     """Return what a row was compiled from and with."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     packages = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
-    return {"commit": commit.stdout.strip(), "date": datetime.date.today().isoformat(), **packages}
+    return {"commit": commit(), "date": datetime.date.today().isoformat(), **packages}
 
 
 if __name__ == "__main__":

@@ -80,8 +80,8 @@ def narrow(x: Array, dtype: DTypeLike) -> Array:
 def as_bits(numbers: Array) -> Int8[Array, "..."]:
     """Return numbers in 8 bits as int8.
 
-    What a backward pass reads is kept in this form: `jax.checkpoint` rounds floats that it keeps, and so makes NaN of the numbers
-    of float8_e4m3fn above 240. Functions that cast floats leave it alone, too.
+    A backward pass keeps numbers in this form. `jax.checkpoint` rounds the floats that it keeps, and makes NaN of numbers of
+    float8_e4m3fn above 240. Functions that cast all floats of a pytree leave int8 alone, too.
     """
     return numbers if numbers.dtype == jnp.int8 else jax.lax.bitcast_convert_type(numbers, jnp.int8)
 

@@ -175,7 +175,7 @@ def _plus(y: Array, added: Array | None) -> Array:
 
 
 def _check_operands(subscripts: str, x: Array | Normed, weight: Array | RoundedWeight, *, any_dtype: bool) -> None:
-    """Refuse operands whose dims are not those of the subscripts, or whose numbers are not floating unless `any_dtype`."""
+    """Refuse operands with more or fewer dims than the subscripts, and without `any_dtype` those that are not floating."""
     for operand, letters in zip((x, weight), parse_subscripts(subscripts)[:2], strict=True):
         if len(operand.shape) != len(letters) or not (any_dtype or jnp.issubdtype(operand.dtype, jnp.floating)):
             problem = f"an operand of {subscripts!r} is {operand.dtype}{list(operand.shape)}."
@@ -215,7 +215,7 @@ def _opened(subscripts: str, weight: RoundedWeight, precision: str | None) -> Ro
 
 
 def check_intact(caller: str, weight: RoundedWeight) -> None:
-    """Refuse a rounded weight whose arrays were cast, or that was not cast itself.
+    """Refuse a rounded weight whose arrays were cast, or that the block did not cast as its rounding says.
 
     Raises:
       TypeError: if numbers or scales have another dtype than that of their rounding, or the block has not cast the weight to it.
