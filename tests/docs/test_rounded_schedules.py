@@ -1,4 +1,4 @@
-"""`benchmarks/int8_schedules.py` without a compiler: loops and branches of a schedule, and the tables of the note."""
+"""`benchmarks/rounded_schedules.py` without a compiler: loops and branches of a schedule, and the tables of the note."""
 
 import json
 import types
@@ -38,12 +38,12 @@ size: 512 */ }
 
 @pytest.fixture
 def script():
-    with imported("int8_schedules") as module:
+    with imported("rounded_schedules") as module:
         yield module
 
 
 def stored():
-    return json.loads((ROOT / "benchmarks" / "results" / "int8_schedules.json").read_text())["results"]
+    return json.loads((ROOT / "benchmarks" / "results" / "rounded_schedules.json").read_text())["results"]
 
 
 def test_the_loops_and_branches_of_a_schedule(script):
@@ -55,8 +55,14 @@ def test_the_loops_and_branches_of_a_schedule(script):
     assert [(part.start, part.end) for part in body.parts[0].parts] == [(0x10, 0x12), (0x16, 0x17)]
     with pytest.raises(ValueError, match="bundle 3 has a branch of an unknown form"):
         script.loop_of(SCHEDULE.replace("sbr.rel (%p1_p0)", "sbr.abs (%p1_p0)"))
-    with pytest.raises(ValueError, match="bundle 27 has no target, and is not the end of a counted loop"):
-        script.loop_of(SCHEDULE.replace("%p4_p1 = scmp", "%p4_p2 = scmp"))
+    with pytest.raises(ValueError, match="bundle 19 has no target, and is not the end of a loop"):
+        script.loop_of(
+            SCHEDULE.replace("0x18 LB:", "0x18   :").replace("0xa LB:", "0xa   :").replace("0x1 LB:", "0x1   :")
+        )
+    end = script.loop_of(
+        SCHEDULE.replace("  0x2f   :  {", "  0x2e   : > { %s18 = smov 0 }\n  0x2f   : > {"), delay=2
+    ).end
+    assert end == 0x30  # the marks of the loop go on
 
 
 def test_a_loop_counts_with_its_turns_and_a_branch_as_often_as_it_runs(script, monkeypatch):
@@ -71,8 +77,28 @@ def test_a_loop_counts_with_its_turns_and_a_branch_as_often_as_it_runs(script, m
     monkeypatch.setattr(script, "form_of", lambda call: loops[:1])
     with pytest.raises(ValueError, match=r"^kernel: loops and branches \[2, 2\] are not those"):
         script.bundles_of(SCHEDULE, call)
-    with pytest.raises(ValueError, match=r"^kernel: 6 turns of 1 bodies, for the grid \(3, 2\)"):
-        script.bundles_of(SCHEDULE, call._replace(grid=(3, 2)))
+    with pytest.raises(ValueError, match=r"^kernel: 6 turns of 1 bodies, for the grid \(5, 2\)"):
+        script.bundles_of(SCHEDULE, call._replace(grid=(5, 2)))
+    monkeypatch.setattr(script, "form_of", lambda call: loops)
+    assert script.bundles_of(SCHEDULE, call._replace(grid=(7,))) == (bundles, 4)  # the other core has three steps
+
+
+def test_the_turns_of_a_loop_may_be_data(script, monkeypatch):
+    schedule = SCHEDULE.replace(
+        "%p4_p1 = scmp.ge.s32.totalorder %s4, 2 /* loop exit test */", "%p4_p1 = scmp.ge.s32 %s4, %s5"
+    )
+    (body,) = script.loop_of(schedule).parts
+    assert [part.turns for part in body.parts] == [2, 0]
+    call = script.Call("kernel", (4,), (), 0, 0)
+    counted = script.Part(2, is_loop=True, parts=(script.Part(1), script.Part(1)))
+    for turns in 2, 5:
+        data = script.Part(turns, is_loop=True, is_counted=False)
+        monkeypatch.setattr(script, "form_of", lambda call, data=data: (counted, data))
+        bundles, _ = script.bundles_of(schedule, call)
+        assert bundles == 6 * (46 - 32) + 4 * (32 - 14 - 8 + 2 * 14 + turns * 8)
+    monkeypatch.setattr(script, "form_of", lambda call: (counted, script.Part(2, is_loop=True)))
+    with pytest.raises(ValueError, match=r"loops and branches \[2, 0\] are not those"):
+        script.bundles_of(schedule, call)
 
 
 def test_a_block_is_copied_when_its_index_changes(script):
@@ -89,5 +115,7 @@ def test_the_note_has_the_numbers_of_the_results(script):
     text = (ROOT / "docs" / "notes" / "low_precision.md").read_text()
     results = stored()
     assert script.short_table(results, "v6e") in text
+    for chip in "v6e", "tpu7x":
+        assert script.short_table(results, chip, tuple(script.EXPERT_WEIGHTS)) in text
     rows = text[text.index("| bfloat16, XLA |") :].splitlines()[2:7]
     assert [row.strip("| ").split(" | ")[-1] for row in rows] == script.gate_column(results, "v6e")
