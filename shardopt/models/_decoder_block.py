@@ -417,10 +417,15 @@ def _mix(
             positions=stream.order,
         )
 
-    windows = list(dict.fromkeys(used.window for used in config.used_kinds))
+    window_of_kind = [used.window for used in config.used_kinds]
+    if not is_analysed():  # the analysis compares rows of several lengths
+        length = row_length(query.shape[1])
+        # a window as long as the row hides nothing
+        window_of_kind = [None if window is None or window >= length else window for window in window_of_kind]
+    windows = list(dict.fromkeys(window_of_kind))
     if kind is None or len(windows) == 1:
         return attend(windows[0], query, key, value)
-    choice = jnp.asarray([windows.index(used.window) for used in config.used_kinds], jnp.int32)[kind]
+    choice = jnp.asarray([windows.index(window) for window in window_of_kind], jnp.int32)[kind]
     return jax.lax.switch(choice, [functools.partial(attend, window) for window in windows], query, key, value)
 
 

@@ -13,10 +13,12 @@ from support.layouts import SHAPE
 from support.reference import relative_difference, train
 
 import shardopt as so
+from shardopt.data import next_token
 from shardopt.hlo import audit
 from shardopt.models import _decoder_block as decoder_block
 from shardopt.models import _transformer as transformer
-from shardopt.models._decoder_config import DecoderConfig
+from shardopt.models import decoder
+from shardopt.models._decoder_config import BlockKind, DecoderConfig
 from shardopt.models._parted_products import Parts, products_with_parts
 from shardopt.planning._models import RULES
 
@@ -146,3 +148,39 @@ def test_keys_and_values_are_the_halves_of_one_product_on_tpu(monkeypatch):
     monkeypatch.setattr(decoder_block, "device_kind_or_default", lambda: "TPU v5")
     assert "split" in str(jax.make_jaxpr(lambda x: decoder_block._qkv(config, weights, [x]))(x))
     assert relative_difference(results(), on_cpu) <= 1e-6
+
+
+def windowed(*windows):
+    kinds = tuple(BlockKind(window=window) for window in windows)
+    return DecoderConfig(dim=16, num_layers=2, num_heads=2, hidden=16, vocab_size=32, kinds=kinds, pattern=(0, 1))
+
+
+def test_a_window_as_long_as_the_row_is_none_and_blocks_choose_no_kernel():
+    params, tokens = decoder.init(windowed(None, None), jax.random.key(0)), jnp.arange(18).reshape(2, 9)
+    traced = {}
+    for window in 7, 8, 20:
+        loss_fn = decoder.model(windowed(window, None)).loss_fn
+        traced[window] = (
+            loss_fn(params, {"tokens": tokens}),
+            "cond" in str(jax.make_jaxpr(loss_fn)(params, {"tokens": tokens})),
+        )
+    whole = decoder.model(windowed(None, None)).loss_fn(params, {"tokens": tokens})
+    assert traced[8] == traced[20] == (whole, False)
+    assert traced[7][1]
+    assert traced[7][0] != whole
+
+
+def test_a_row_is_that_of_all_devices_of_the_context_axis(mesh_of, x64):
+    """Each has four positions of eight, and a window of six hides keys."""
+    config = dataclasses.replace(windowed(6, None), param_dtype=jnp.float64)
+    params, tx = decoder.init(config, jax.random.key(0)), optax.sgd(0.1, momentum=0.9)
+    tokens = np.random.default_rng(0).integers(0, 32, (2, 3, 9)).astype(np.int32)
+    batches = [next_token({"tokens": rows}) for rows in tokens]
+    opt = so.ddp(tx, mesh_of(context=2), decoder.model(config))
+    state = opt.init(params)
+    for batch in batches:
+        state, _ = opt.step(state, batch)
+    _, final = train(tx, decoder.model(config).loss_fn, params, batches)
+    assert relative_difference(state.params, final) <= 1e-10
+    _, seen = train(tx, decoder.model(windowed(None, None)).loss_fn, params, batches)
+    assert relative_difference(seen, final) > 1e-3
