@@ -210,6 +210,7 @@ def apply_cached_block(
         x, mlp_inputs = _branch_inputs(config, mlp, x, first_product)
     if router is None:
         out = _mlp(config, mlp, mlp_inputs[0], x if by_kernels else None)
+        out = checkpoint_name(out, "mlp_out") if config.post_norms else out
         x = out if by_kernels else _add_branch(config, mlp, x, out)
     else:
         out, routers = _experts(config, weights, router, plain(mlp_inputs[0]), routers)
@@ -296,16 +297,21 @@ def _attention(
         query, key, value = keep(latent_qkv(weights, plain(inputs[0]), config.latent, rotate))
     else:
         query, key, value = _qkv(config, weights, inputs)
-        if cache is None and _rotates_in_one_pass(config, query, key):
-            # heads are kept before this pass, which multiplies queries by the factor of scores as well
+        in_one_pass = cache is None and _rotates_in_one_pass(config, query, key)
+        # heads are kept before a norm, whose gradient would need the products again, and before the pass of a kernel
+        if config.qk_norm in ("head", "all") or in_one_pass:
             query, key, value = keep((query, key, value))
+        if config.qk_norm in ("head", "all"):
+            query, key = _norm_heads(config, weights, query, key)
+        if in_one_pass:  # it multiplies queries by the factor of scores as well
             query = rotate(query, factor_of_scores(scale, config.head_width))
             key, scale = rotate(key), 1.0
         else:
             query, key = rotate(query), rotate(key)
+            if config.qk_norm not in ("head", "all"):
+                query, key, value = keep((query, key, value))
             if config.qk_norm == "rotated_head":
-                query, key = apply_norm(config, weights, "q_norm", query), apply_norm(config, weights, "k_norm", key)
-            query, key, value = keep((query, key, value))
+                query, key = _norm_heads(config, weights, query, key)
     if cache is None:
         mixed = _mix(config, kind, query, key, value, stream, scale, weights.get("sinks"))
     else:
@@ -326,12 +332,6 @@ def _qkv(config: DecoderConfig, weights: Params, inputs: list[Array | Normed]) -
         )
         return _add_bias(heads, weights.get(f"{name}_bias"))
 
-    def norm(heads: Array, name: str) -> Array:
-        if config.qk_norm == "head":
-            return apply_norm(config, weights, name, heads)
-        flat = heads.reshape(*heads.shape[:2], -1)
-        return apply_norm(config, {name: weights[name].reshape(-1)}, name, flat).reshape(heads.shape)
-
     if config.fused == "qkv":
         # The dim of parts stays where the product puts it: moving it to the front would cost a transposition each way.
         query, key, value = layers.split_parts(project("qkv", "chk"))
@@ -345,9 +345,19 @@ def _qkv(config: DecoderConfig, weights: Params, inputs: list[Array | Normed]) -
             key, value = jnp.split(project("kv"), 2, axis=-1)
     else:
         query, key, value = project("q"), project("k"), project("v")
-    if config.qk_norm in (None, "rotated_head"):
-        return query, key, value
-    return norm(query, "q_norm"), norm(key, "k_norm"), value
+    return query, key, value
+
+
+def _norm_heads(config: DecoderConfig, weights: Params, query: Array, key: Array) -> tuple[Array, Array]:
+    """Return the heads of queries and keys normed, each or all of a token together."""
+
+    def norm(heads: Array, name: str) -> Array:
+        if config.qk_norm != "all":
+            return apply_norm(config, weights, name, heads)
+        flat = heads.reshape(*heads.shape[:2], -1)
+        return apply_norm(config, {name: weights[name].reshape(-1)}, name, flat).reshape(heads.shape)
+
+    return norm(query, "q_norm"), norm(key, "k_norm")
 
 
 def _kind_numbers(config: DecoderConfig) -> np.ndarray:
@@ -477,7 +487,8 @@ def _mlp(
         activated = shard(activated * hidden[1] if config.gated else activated)
         return nn.quantized_einsum("btf,fd->btd", activated, weight, precision=config.precision, added=added)
 
-    down = jax.checkpoint(down) if config.recompute_activation else down
+    # without a barrier XLA reads the kept hidden units in the product: blocks run in a scan, where it merges nothing
+    down = jax.checkpoint(down, prevent_cse=False) if config.recompute_activation else down
     return _add_bias(down(hidden, weights["down"]), weights.get("down_bias"))
 
 

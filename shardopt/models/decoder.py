@@ -209,10 +209,12 @@ def model(config: DecoderConfig, *, remat: Remat = None) -> BlockModel:
       config: the description of the model.
       remat: what the backward pass recomputes, as in `BlockModel`. With T tokens, blocks name these values:
 
-        - "qkv", queries and keys, rotated unless a kernel for TPU does it, and values: [3 T D] for a GPT;
+        - "qkv", queries, keys and values: [3 T D] for a GPT. Queries and keys are not yet normed, and are rotated unless a norm
+          or a kernel for TPU comes before;
         - "attention" [T D], the output of attention;
         - "attention_out" [T D], the block's input plus attention's branch. With post norms it is the branch's last product;
         - "mlp_hidden", the first products of the mlp: [2 T F] with a gate. The backward pass does not need the last product;
+        - "mlp_out" [T D], with post norms alone: the last product of the mlp, which its norm needs;
         - "router", "dispatched" and "experts" of `so.nn.mixture_of_experts`.
 
     Example:

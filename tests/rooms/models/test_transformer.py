@@ -14,7 +14,7 @@ from support.reference import relative_difference, train
 
 import shardopt as so
 from shardopt.data import next_token
-from shardopt.hlo import audit
+from shardopt.hlo import audit, inner_product_flops
 from shardopt.models import _decoder_block as decoder_block
 from shardopt.models import _transformer as transformer
 from shardopt.models import decoder
@@ -184,3 +184,20 @@ def test_a_row_is_that_of_all_devices_of_the_context_axis(mesh_of, x64):
     assert relative_difference(state.params, final) <= 1e-10
     _, seen = train(tx, decoder.model(windowed(None, None)).loss_fn, params, batches)
     assert relative_difference(seen, final) > 1e-3
+
+
+def test_no_kept_product_is_computed_again_for_a_norm():
+    """The gradient of a norm reads its input, so products are kept before it."""
+    tokens = {"tokens": jnp.arange(18).reshape(2, 9)}
+
+    def flops(more="", **options):
+        config = dataclasses.replace(windowed(None, None), **options)
+        model = decoder.model(config, remat="save:qkv,attention,attention_out,mlp_hidden" + more)
+        params = decoder.init(config, jax.random.key(0))
+        return inner_product_flops(jax.jit(jax.grad(model.loss_fn)).lower(params, tokens).compile())
+
+    without = flops()
+    assert [flops(qk_norm=norm) - without for norm in ("head", "rotated_head", "all")] == [0, 0, 0]
+    assert flops(",mlp_out", post_norms=True) == without
+    down = 2 * 16 * 16 * 16 * 2  # tokens, width, hidden units, of each block
+    assert flops(post_norms=True) == without + down
