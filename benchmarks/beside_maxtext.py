@@ -183,31 +183,24 @@ MORE = (
     Row("v5p:8x8x8", 4096, 1, model="llama3-70b"),
     Row("v5p:4x4x4", 4096, 1, micro_batches=4),
     Row("v6e:8x8", 8192, 1),
+    Row("v5p:4x4x4", 4096, 1, model="qwen3-8b"),
+    Row("v6e:8x8", 2048, 2, model="gemma2-2b"),
 )
 
 
 def compile_shardopt(row: Row, choice: Choice) -> tuple[dict[str, Any], str]:
     """Return what the compiler says of shardopt's step, and its text."""
-    import dataclasses
-
+    import jax
     import jax.numpy as jnp
     import optax
 
     import shardopt as so
-    from shardopt.models import _transformer as transformer
-    from shardopt.planning import find_model
     from shardopt.planning._models import RULES
 
-    shape = dataclasses.replace(find_model(row.model), length=row.length)
     adamw = optax.adamw(3e-5, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
     tx = optax.chain(optax.clip_by_global_norm(1.0), adamw)
-    model = transformer.model(
-        shape,
-        remat=REMAT[choice.remat].shardopt,
-        chunk=row.length // choice.tiles if choice.tiles > 1 else None,
-        logits_dtype=jnp.bfloat16,  # as MaxText's: logits_dot_in_fp32=false
-        sequence_parallel=row.tensor > 1,
-    )
+    model, params = model_of(row, choice)
+    tokens = row.rows * row.chips * row.micro_batches, row.length + 1
     try:
         report = so.aot(
             lambda mesh: so.fsdp(
@@ -223,8 +216,8 @@ def compile_shardopt(row: Row, choice: Choice) -> tuple[dict[str, Any], str]:
                 }
                 | choice.xla_options,
             ),
-            shape.abstract_params(),
-            transformer.abstract_batch(shape, row.rows * row.chips * row.micro_batches),
+            params,
+            {"tokens": jax.ShapeDtypeStruct(tokens, jnp.int32)},
             topology=row.topology,
             tensor=row.tensor,
         )
@@ -232,6 +225,40 @@ def compile_shardopt(row: Row, choice: Choice) -> tuple[dict[str, Any], str]:
         return {"error": str(error).splitlines()[0]}, ""
     facts = {"compile_seconds": report.compile_seconds, "memory": report.memory._asdict(), "mesh": report.mesh_shape}
     return facts | {"libtpu": importlib.metadata.version("libtpu")}, report.text
+
+
+def model_of(row: Row, choice: Choice) -> tuple[Any, Any]:
+    """Return the model of a row, and the shapes of its parameters."""
+    import dataclasses
+
+    import jax
+    import jax.numpy as jnp
+
+    from shardopt.models import _transformer as transformer
+    from shardopt.models import decoder
+    from shardopt.models.decoder import BlockKind, Rope
+    from shardopt.planning import find_model
+
+    remat = REMAT[choice.remat].shardopt
+    chunk = row.length // choice.tiles if choice.tiles > 1 else None
+    logits = {"logits_dtype": jnp.bfloat16}  # as MaxText's: logits_dot_in_fp32=false
+    if row.model.startswith("llama3"):
+        shape = dataclasses.replace(find_model(row.model), length=row.length)
+        options = {"chunk": chunk, "sequence_parallel": row.tensor > 1} | logits
+        return transformer.model(shape, remat=remat, **options), shape.abstract_params()
+    if row.model == "qwen3-8b":  # huggingface.co/Qwen/Qwen3-8B, config.json
+        sizes = {"vocab_size": 151_936, "dim": 4096, "num_layers": 36, "hidden": 12_288, "head_dim": 128}
+        heads = {"num_heads": 32, "num_kv_heads": 8, "qk_norm": "head", "kinds": (BlockKind(rope=Rope(base=1e6)),)}
+    else:
+        assert row.model == "gemma2-2b"  # huggingface.co/google/gemma-2-2b, config.json; the vocabulary is MaxText's
+        sizes = {"vocab_size": 256_128, "dim": 2304, "num_layers": 26, "hidden": 9216, "head_dim": 256}
+        sizes |= {"norm": "rms_plus_one", "post_norms": True, "activation": "gelu_tanh", "tied": True}
+        sizes |= {"embedding_scale": 2304**0.5, "logits_softcap": 30.0}
+        heads = {"num_heads": 8, "num_kv_heads": 4, "attention_softcap": 50.0}
+        heads |= {"kinds": (BlockKind(window=4096), BlockKind()), "pattern": (0, 1) * 13}
+    numbers = {"dtype": jnp.bfloat16, "loss_chunk": chunk, "fused": "kv"} | logits
+    config = decoder.DecoderConfig(**sizes, **heads, **numbers)
+    return decoder.model(config, remat=remat), jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
 
 
 def compile_maxtext(
