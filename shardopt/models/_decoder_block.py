@@ -30,7 +30,7 @@ from shardopt.nn._flash import factor_of_scores
 from shardopt.nn._kernel_tiles import num_shards
 from shardopt.nn._low_precision import Normed, gated_mlp, plain
 from shardopt.nn._low_rank import Weight
-from shardopt.nn._norm import norm_of_stream, rms_norm, rsqrt_of_mean_square
+from shardopt.nn._norm import norm_of_stream, rms_norm, rms_norm_plus_one, rsqrt_of_mean_square
 from shardopt.nn._order import row_length
 from shardopt.nn._rotary import takes_rotation
 from shardopt.partition import shard_axes
@@ -230,11 +230,14 @@ def _branch_inputs(
     """Return x, and the input of a branch once for each of its uses. `name` names the products that read the input."""
     is_sharded, epsilon = config.sequence_parallel, config.norm_epsilon
     gather = layers.gather_positions if is_sharded else lambda x: x
-    if not config.pre_norms or config.norm != "rms":
+    if not config.pre_norms or not config.norm.startswith("rms"):
         normed = apply_norm(config, weights, "norm", x) if config.pre_norms else x
         return x, [gather(normed)] * uses
-    x, inputs = norm_of_stream(x, weights["norm"], epsilon, uses, name=name, has_sharded_positions=is_sharded)
-    if config.precision is not None and not is_sharded:
+    plus_one = config.norm == "rms_plus_one"
+    x, inputs = norm_of_stream(
+        x, weights["norm"], epsilon, uses, name=name, has_sharded_positions=is_sharded, plus_one=plus_one
+    )
+    if config.precision is not None and not is_sharded and not plus_one:
         return x, [Normed(normed, x, weights["norm"], epsilon) for normed in inputs]
     return x, [gather(normed) for normed in inputs]
 
@@ -257,16 +260,14 @@ def apply_norm(
 ) -> Float[Array, "*batch D"]:
     """Return x normed by the leaf `name`, in the norm of the config."""
     scale, bias = weights.get(name), weights.get(f"{name}_bias")
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    if config.norm.endswith("plus_one"):
+    if config.norm.startswith("rms"):
         assert scale is not None
-        scale = 1 + scale.astype(wide)
-    if config.norm.startswith("layer"):
-        return _layer_norm(x, scale, bias, config.norm_epsilon)
-    assert scale is not None
-    if config.norm == "rms":
-        return rms_norm(x, scale, config.norm_epsilon)
-    return rms_norm(x.astype(wide), scale, config.norm_epsilon).astype(x.dtype)
+        norm = rms_norm if config.norm == "rms" else rms_norm_plus_one
+        return norm(x, scale, config.norm_epsilon)
+    if config.norm == "layer_plus_one":
+        assert scale is not None
+        scale = 1 + scale.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return _layer_norm(x, scale, bias, config.norm_epsilon)
 
 
 @functools.partial(jax.checkpoint, static_argnums=3)

@@ -43,6 +43,15 @@ def rms_norm(
     return _scaled(wide, rsqrt_of_mean_square(wide, epsilon), scale, x.dtype)
 
 
+@jax.checkpoint
+def rms_norm_plus_one(
+    x: Float[Array, "*batch D"], weight: Float[Array, " D"], epsilon: float = 1e-6
+) -> Float[Array, "*batch D"]:
+    """Return `rms_norm` with the factor 1 + weight, rounded to the dtype of x after this factor alone (Gemma)."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return _scaled_plus_one(wide, rsqrt_of_mean_square(wide, epsilon), weight, x.dtype)
+
+
 def rsqrt_of_mean_square(x: Float[Array, "*batch D"], epsilon: float | Float[Array, ""]) -> Float[Array, "*batch 1"]:
     """Return 1 / sqrt(mean of squares + epsilon) of every vector. Kernels call it, too."""
     return lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon)
@@ -50,6 +59,14 @@ def rsqrt_of_mean_square(x: Float[Array, "*batch D"], epsilon: float | Float[Arr
 
 def _scaled(wide: Array, inverse: Array, scale: Array, dtype: DTypeLike) -> Array:
     return (wide * inverse).astype(dtype) * jnp.broadcast_to(scale, wide.shape)
+
+
+def _scaled_plus_one(wide: Array, inverse: Array, weight: Array, dtype: DTypeLike) -> Array:
+    return (wide * inverse * jnp.broadcast_to(_plus_one(weight), wide.shape)).astype(dtype)
+
+
+def _plus_one(weight: Array) -> Array:
+    return 1 + weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
 
 
 def norm_of_stream(
@@ -60,8 +77,9 @@ def norm_of_stream(
     *,
     name: str = "norm",
     has_sharded_positions: bool = False,
+    plus_one: bool = False,
 ) -> tuple[Float[Array, "B T D"], list[Float[Array, "B T D"]]]:
-    """Return x, and `rms_norm(x, scale, epsilon)` once for each of its uses.
+    """Return x, and `rms_norm(x, scale, epsilon)`, or `rms_norm_plus_one`, once for each of its uses.
 
     On TPU a kernel reads the gradients of all of them, and adds them up while it computes the gradient of x. XLA takes two
     passes for a norm, and one for each sum between kernels. Another kernel computes the inverses of the root mean
@@ -69,29 +87,35 @@ def norm_of_stream(
     With `has_sharded_positions`, x is sharded over tensor, and T is the number of all positions.
     """
     if not _takes(x, uses, has_sharded_positions):
-        return x, [rms_norm(x, scale, epsilon)] * uses
-    norms = lambda x, scale: _norm_of_stream(x, scale, epsilon, uses, name)  # noqa: E731
+        return x, [(rms_norm_plus_one if plus_one else rms_norm)(x, scale, epsilon)] * uses
+    norms = lambda x, scale: _norm_of_stream(x, scale, epsilon, uses, name, plus_one)  # noqa: E731
     x, normed = on_tensor_shards(norms, (1, -1), (1, (1,) * uses))(x, scale)
     return x, list(normed)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _norm_of_stream(x: Array, scale: Array, epsilon: float, uses: int, name: str) -> tuple[Array, tuple[Array, ...]]:
-    return _with_residuals(x, scale, epsilon, uses, name)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+def _norm_of_stream(
+    x: Array, scale: Array, epsilon: float, uses: int, name: str, plus_one: bool
+) -> tuple[Array, tuple[Array, ...]]:
+    return _with_residuals(x, scale, epsilon, uses, name, plus_one)[0]
 
 
-def _with_residuals(x: Array, scale: Array, epsilon: float, uses: int, name: str) -> Any:
+def _with_residuals(x: Array, scale: Array, epsilon: float, uses: int, name: str, plus_one: bool) -> Any:
     x = lax.optimization_barrier(x)  # otherwise XLA copies the input of a block for each kernel that reads it
     inverse = checkpoint_name(inverse_rms(x, epsilon), name)
-    normed = _scaled(x.astype(jnp.float32), inverse[..., None], scale, x.dtype)
+    scaled = _scaled_plus_one if plus_one else _scaled
+    normed = scaled(x.astype(jnp.float32), inverse[..., None], scale, x.dtype)
     # A vmap over scale alone would otherwise return one x for all, and add its gradient once for each. XLA drops this zero.
     zero = jnp.sum(scale[:0]).astype(x.dtype)
     return (x + zero, (normed,) * uses), (x, scale)
 
 
-def _gradients(epsilon: float, uses: int, name: str, residuals: tuple[Array, Array], grads: Any) -> tuple[Array, Array]:
-    grad, norm_grads = grads
-    return gradient_of_norm(*residuals, epsilon, grad, norm_grads)
+def _gradients(
+    epsilon: float, uses: int, name: str, plus_one: bool, residuals: tuple[Array, Array], grads: Any
+) -> tuple[Array, Array]:
+    (x, scale), (grad, norm_grads) = residuals, grads
+    dx, scale_grad = gradient_of_norm(x, _plus_one(scale) if plus_one else scale, epsilon, grad, norm_grads)
+    return dx, scale_grad.astype(scale.dtype)
 
 
 _norm_of_stream.defvjp(_with_residuals, _gradients)

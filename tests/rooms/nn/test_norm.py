@@ -54,19 +54,36 @@ def test_the_kernel_adds_the_gradients_of_all_uses(dtype, tolerance, uses, monke
         assert relative_difference(a.astype(jnp.float32), b) < tolerance
 
 
-def stream(x, scale, uses=2):
+def stream(x, scale, uses=2, **options):
     """Return a sum in which the stream and each of its norms counts differently."""
-    x, norms = _norm.norm_of_stream(x, scale, 1e-5, uses)
+    x, norms = _norm.norm_of_stream(x, scale, 1e-5, uses, **options)
     return jnp.sum(jnp.sin(x)) + sum(jnp.sum(jnp.cos((2 + i) * norm)) for i, norm in enumerate(norms))
 
 
-def test_with_the_kernel_it_is_the_same_function(on_tpu, monkeypatch):
+@pytest.mark.parametrize("plus_one", [False, True], ids=["factor", "factor less one"])
+def test_with_the_kernel_it_is_the_same_function(plus_one, on_tpu, monkeypatch):
     x, scale = draw(jnp.float32, (2, 128, 128), (128,))
-    value_and_grad = lambda *args: jax.value_and_grad(stream, argnums=(0, 1))(*args)  # noqa: E731
+    run = functools.partial(stream, plus_one=plus_one)
+    value_and_grad = lambda *args: jax.value_and_grad(run, argnums=(0, 1))(*args)  # noqa: E731
     assert ON_TPU in str(jax.make_jaxpr(value_and_grad)(x, scale))
     with_kernel = jax.jit(value_and_grad)(x, scale)
     monkeypatch.undo()
-    assert relative_difference(with_kernel, jax.jit(jax.value_and_grad(stream, argnums=(0, 1)))(x, scale)) < 1e-5
+    assert relative_difference(with_kernel, jax.jit(jax.value_and_grad(run, argnums=(0, 1)))(x, scale)) < 1e-5
+
+
+@pytest.mark.fast
+def test_a_factor_less_one_is_added_and_multiplied_in_float32(on_tpu):
+    """It is rounded once, as in Gemma. Its gradient has its own dtype."""
+    x, weight = draw(jnp.bfloat16, (1, 128, 128), (128,))
+    wide = x.astype(jnp.float32)
+    exact = (_norm.rms_norm(wide, 1 + weight.astype(jnp.float32), 1e-5)).astype(jnp.bfloat16)
+    _, (by_kernel,) = _norm.norm_of_stream(x, weight, 1e-5, plus_one=True)
+    for found in by_kernel, _norm.rms_norm_plus_one(x, weight, 1e-5):
+        assert found.dtype == jnp.bfloat16
+        assert jnp.mean(found == exact) > 0.99
+    rounded_twice = _norm.rms_norm(x, 1 + weight, 1e-5)
+    assert jnp.mean(rounded_twice == exact) < 0.9
+    assert jax.grad(lambda weight: stream(x, weight, plus_one=True), 0)(weight).dtype == jnp.bfloat16
 
 
 def test_a_batch_of_scales_adds_the_gradient_of_the_stream_once(on_tpu, monkeypatch):
