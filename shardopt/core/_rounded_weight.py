@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8, Shaped
 
 from shardopt.core._errors import format_error
+from shardopt.core._stand_in import StandIn
 from shardopt.core._types import wide_dtype
 from shardopt.trace._marks import OPENED
 
@@ -172,7 +173,7 @@ def form_of(shape: tuple[int, ...], dim: int, rounding: Rounding) -> Form | None
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class RoundedWeight:
+class RoundedWeight(StandIn):
     """A weight in 8 bits, as the matrix of a form; a block gets it for a leaf that `BlockModel.rounded` names.
 
     Attributes:
@@ -183,6 +184,10 @@ class RoundedWeight:
       form: how the matrix is the weight.
       is_cast: whether the block has cast it to the dtype of its rounding, or gets it in this dtype.
     """
+
+    caller = "quantized_einsum"
+    problem = "a weight that BlockModel.rounded names was used as an array, and it is rounded to 8 bits."
+    fix = "multiply it by so.nn.quantized_einsum alone, or take its name out of BlockModel.rounded."
 
     numbers: Int8[Array, "R S"]
     scale: Float[Array, "..."]
@@ -236,16 +241,6 @@ class RoundedWeight:
     def opened(self) -> "RoundedWeight":
         """Return the weight with its arrays named for a product, which alone reads them; see `remat/_rounded_reads.py`."""
         return jax.tree.map(lambda array: checkpoint_name(array, OPENED), self)
-
-    def __jax_array__(self) -> Array:
-        """Refuse to convert the weight to an array.
-
-        Raises:
-          TypeError: always.
-        """
-        problem = "a weight that BlockModel.rounded names was used as an array, and it is rounded to 8 bits."
-        fix = "multiply it by so.nn.quantized_einsum alone, or take its name out of BlockModel.rounded."
-        raise TypeError(format_error("quantized_einsum", problem, fix=fix))
 
     def unpacked(self) -> tuple[Shaped[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
         """Return the numbers in the shape of the weight, the scales in the shape of its channels, and the zeros as a weight."""

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from shardopt.collectives import LeafWire, MeshAxes, all_gather, all_to_all, constrain_tensor, shard_by_shard
 from shardopt.core._errors import format_error
+from shardopt.core._stand_in import StandIn
 from shardopt.core._types import wide_dtype
 from shardopt.mesh import device_kind, is_analysed, mesh_under_trace, spec_axes
 from shardopt.nn._kernel_tiles import is_local
@@ -33,7 +34,7 @@ _TILE = 128
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ColumnTable:
+class ColumnTable(StandIn):
     """A table [V, D] sharded by columns over a mesh axis; `embed` gets it for a leaf that `BlockModel.tables` names.
 
     Attributes:
@@ -43,6 +44,10 @@ class ColumnTable:
       sums: the dtype of the reduce-scatter of its gradient, if the table were gathered; None for a frozen table.
     """
 
+    caller = "embedding"
+    problem = "a table that BlockModel.tables names was used as an array, and it is sharded by columns."
+    fix = "read it by so.nn.embedding alone, in embed; or take its name out of BlockModel.tables."
+
     shard: jax.Array
     axis: MeshAxes = dataclasses.field(metadata={"static": True})
     tensor: PartitionSpec = dataclasses.field(metadata={"static": True})
@@ -51,24 +56,6 @@ class ColumnTable:
     def astype(self, dtype: DTypeLike) -> "ColumnTable":
         """Return the table in another dtype, which is also the dtype of its rows when they are sent."""
         return dataclasses.replace(self, shard=self.shard.astype(dtype))
-
-    def __jax_array__(self) -> jax.Array:
-        """Refuse to convert the table to an array.
-
-        Raises:
-          TypeError: always.
-        """
-        problem = "a table that BlockModel.tables names was used as an array, and it is sharded by columns."
-        fix = "read it by so.nn.embedding alone, in embed; or take its name out of BlockModel.tables."
-        raise TypeError(format_error("embedding", problem, fix=fix))
-
-    def __getitem__(self, ids: object) -> jax.Array:
-        """Refuse to index the table.
-
-        Raises:
-          TypeError: always.
-        """
-        return self.__jax_array__()
 
 
 def embedding(

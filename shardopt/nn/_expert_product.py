@@ -15,6 +15,7 @@ from shardopt.core._errors import format_error
 from shardopt.core._rounded_weight import Form, Precision, RoundedWeight, Rounding, as_bits, eight_bits, from_bits
 from shardopt.core._types import wide_dtype
 from shardopt.mesh import device_kind_or_default
+from shardopt.nn._first_order import first_order
 from shardopt.nn._grouped_product import grouped_product, implementation_here, outer_of_groups, product_of_groups
 from shardopt.nn._low_precision import Rounded, check_intact, kernels_multiply, largest_over, round_array
 from shardopt.nn._rounded_experts import Layout, round_by_expert, rounded_expert_product, takes
@@ -120,6 +121,7 @@ def _by_xla(product: _Product, x: Array, zeros: Array, numbers: Array, scale: Ar
     return _forward(product, x, zeros, numbers, scale, sizes)[0]
 
 
+@first_order
 def _forward(product: _Product, x: Array, zeros: Array, numbers: Array, scale: Array, sizes: Array) -> Any:
     maximum = functools.partial(largest_over, axes=product.sharded.summed)
     rounded = round_array(x, "mk", "m", eight_bits(product.precision).numbers, maximum)
@@ -128,6 +130,7 @@ def _forward(product: _Product, x: Array, zeros: Array, numbers: Array, scale: A
     return y.astype(jnp.result_type(x.dtype, zeros.dtype)), residuals
 
 
+@first_order
 def _backward(product: _Product, residuals: Any, grad: Array) -> tuple[Array | None, ...]:
     x, like_weight, bits, scale, sizes = residuals
     scaled = grad.astype(wide_dtype(grad.dtype)) * scale[_expert_of_each_row(len(x), sizes)]

@@ -28,6 +28,7 @@ from shardopt.core._rounded_weight import (
 )
 from shardopt.core._types import wide_dtype
 from shardopt.mesh import device_kind_or_default, is_analysed
+from shardopt.nn._first_order import first_order
 from shardopt.nn._kernel_tiles import LANES, kernels_run_on
 from shardopt.nn._low_rank import LowRank, Weight
 from shardopt.nn._order import manual_context_axes
@@ -327,6 +328,7 @@ def _by_xla(product: Product, x: Array, weight: Array) -> Array:
     return _forward(product, x, weight)[0]
 
 
+@first_order
 def _forward(product: Product, x: Array, weight: Array) -> tuple[Array, tuple[Any, ...]]:
     rounded = round_array(weight, product.weight, product.channels, eight_bits(product.precision).numbers)
     return _multiply_rounded(product, x, weight.dtype, rounded)
@@ -343,6 +345,7 @@ def _multiply_rounded(product: Product, x: Array, dtype: DTypeLike, weight: Roun
     return y.astype(jnp.result_type(x.dtype, dtype)), residuals
 
 
+@first_order
 def _backward(product: Product, residuals: tuple[Any, ...], grad: Array) -> tuple[Array, Array]:
     x, like_weight, bits, (x_scale, weight_scale) = residuals
     qx, qw = (from_bits(each, product.precision) for each in bits)
@@ -376,7 +379,8 @@ def _by_xla_rounded(product: Product, x: Array, weight: RoundedWeight) -> Array:
     def forward(x: Array, zeros: Array, numbers: Array, scale: Array) -> tuple[Array, tuple[Any, ...]]:
         return _multiply_rounded(product, x, zeros.dtype, Rounded(numbers, scale, product.channels))
 
-    multiply.defvjp(forward, lambda residuals, grad: (*_backward(product, residuals, grad), None, None))
+    backward = lambda residuals, grad: (*_backward(product, residuals, grad), None, None)  # noqa: E731
+    multiply.defvjp(first_order(forward, 0), backward)
     return multiply(x, zeros, numbers, scale)
 
 

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from shardopt.core._rounded_weight import Precision, as_bits, eight_bits, from_bits, inverse, largest_number, narrow
+from shardopt.nn._first_order import first_order
 from shardopt.nn._kernel_tiles import LANES, ROWS, by_strips, call_kernel, largest_block, product, vmem
 from shardopt.nn._rounded_product import (
     NO_GRADIENT,
@@ -117,6 +118,7 @@ def rounded_expert_product(
     return _with_residuals(layout, x, rows, weight, sizes)[0]
 
 
+@first_order
 def _with_residuals(layout: Layout, x: Array, rows: RoundedTokens, weight: MatrixWeight, sizes: Array) -> Any:
     (zeros,), numbers, scale = weight
     dtype = jnp.result_type(x, zeros)
@@ -124,6 +126,7 @@ def _with_residuals(layout: Layout, x: Array, rows: RoundedTokens, weight: Matri
     return y, (x, like(zeros), as_bits(numbers), scale, sizes)
 
 
+@first_order
 def _gradients(layout: Layout, residuals: Any, grad: Array) -> Any:
     x, like_weight, bits, scale, sizes = residuals
     numbers = from_bits(bits, layout.precision)

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from shardopt.core._rounded_weight import as_bits, eight_bits, from_bits, inverse, largest_number, narrow
+from shardopt.nn._first_order import first_order
 from shardopt.nn._kernel_tiles import LANES, ROWS, by_strips, call_kernel, largest_block
 from shardopt.nn._rounded_product import (
     NO_GRADIENT,
@@ -75,6 +76,7 @@ def rounded_mlp(
     return _with_residuals(mlp, x, tokens, up, down, added)[0]
 
 
+@first_order
 def _with_residuals(
     mlp: Mlp, x: Array, tokens: RoundedTokens, up: MatrixWeight, down: MatrixWeight, added: Array | None = None
 ) -> Any:
@@ -89,6 +91,7 @@ def _with_residuals(
     return y, (likes, like(added), bits, parts, (x_scale, up.scale, down.scale))
 
 
+@first_order
 def _gradients(mlp: Mlp, residuals: Any, grad: Array) -> Any:
     (like_x, like_up, like_down), like_added, bits, parts, (x_scale, up_scale, down_scale) = residuals
     qx, up, down = (from_bits(each, mlp.up.precision) for each in bits)

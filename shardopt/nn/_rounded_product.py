@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from shardopt.core._rounded_weight import Precision, as_bits, eight_bits, from_bits, inverse, largest_number, narrow
+from shardopt.nn._first_order import first_order
 from shardopt.nn._kernel_tiles import LANES, ROWS, by_strips, call_kernel, largest_block, product, vmem
 from shardopt.nn._norm import rsqrt_of_mean_square
 
@@ -99,6 +100,7 @@ def rounded_product(
     return _with_residuals(sizes, x, tokens, weight, added)[0]
 
 
+@first_order
 def _with_residuals(
     sizes: Sizes, x: Array, tokens: RoundedTokens, weight: MatrixWeight, added: Array | None = None
 ) -> Any:
@@ -110,6 +112,7 @@ def _with_residuals(
     return y, (like_x, like_weight, like(added), as_bits(qx), x_scale, as_bits(numbers), scale)
 
 
+@first_order
 def _gradients(sizes: Sizes, residuals: Any, grads: tuple[Array, ...]) -> Any:
     like_x, like_weight, like_added, qx, x_scale, numbers, scale = residuals
     qx, numbers = (from_bits(bits, sizes.precision) for bits in (qx, numbers))

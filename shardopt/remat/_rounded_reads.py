@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from shardopt.core._errors import format_error
 from shardopt.core._rounded_weight import RoundedWeight
@@ -17,8 +18,8 @@ from shardopt.trace._marks import OPENED, value_name
 from shardopt.trace._primitives import IDENTITIES
 from shardopt.trace._walk import Equations, Walk, scan_parts, while_parts
 
-_PASSES = IDENTITIES | {"convert_element_type", "optimization_barrier"}
-"""Primitives that pass an array on. Products notice a cast."""
+_PASSES = IDENTITIES | {"optimization_barrier"}
+"""Primitives that pass an array on."""
 
 
 def reading_in_products(caller: str, block: Callable[[PyTree, PyTree], PyTree]) -> Callable[[PyTree, PyTree], PyTree]:
@@ -51,9 +52,13 @@ def _readers(traced: ClosedJaxpr, of_rounded: Sequence[bool]) -> list[str]:
     def are_of_rounded(walk: Walk[bool], eqns: Equations, operands: list[bool]) -> list[bool]:
         (eqn,) = eqns
         kind, results = eqn.primitive.name, [False] * len(eqn.outvars)
-        if not any(operands) or value_name(eqn.primitive, eqn.params) == OPENED:
+        if value_name(eqn.primitive, eqn.params) == OPENED:
+            if not all(operands):
+                readers["the block, which made other arrays for it"] = None
             return results
-        if kind in _PASSES:
+        if not any(operands):
+            return results
+        if kind in _PASSES or (kind == "convert_element_type" and _keeps_numbers(eqn)):
             return operands
         if kind == "cond" and not operands[0]:
             return walk.branches(eqns, operands[1:])
@@ -75,3 +80,10 @@ def _readers(traced: ClosedJaxpr, of_rounded: Sequence[bool]) -> list[str]:
     if any(walk.follow([traced], of_rounded)):
         readers["the result of the block"] = None
     return list(readers)
+
+
+def _keeps_numbers(cast: JaxprEqn) -> bool:
+    """Return whether a cast is to a wider dtype; products notice that it is another one."""
+    dtype = cast.params["new_dtype"]
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(getattr(cast.invars[0].aval, "dtype", dtype), dtype) == dtype

@@ -12,6 +12,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from support.host import host_params
+from support.reference import relative_difference
 
 import shardopt as so
 from shardopt.adapters import lora
@@ -200,6 +201,36 @@ def test_the_base_travels_in_its_bits_and_only_adapters_are_reduced(mesh_of):
 
 
 @pytest.mark.slow  # test_the_base_travels_in_its_bits_and_only_adapters_are_reduced
+@pytest.mark.parametrize("low_rank_products", [True, False], ids=["low rank", "merged"])
+def test_weights_of_products_in_8_bits_are_still_gathered_in_8_bits(low_rank_products, mesh_of):
+    """Targets of products of low rank have a base that is; a merged weight changes before it is rounded."""
+    config = dataclasses.replace(CONFIG, precision="int8", dtype=jnp.bfloat16)
+    adapted = lora(
+        gpt.model(config),
+        rank=2,
+        targets=["attention/(qkv|out)$"],
+        low_rank_products=low_rank_products,
+        matrices=gpt.matrices(config),
+    )
+    bases = {"attention/qkv/base", "attention/out/base"} if low_rank_products else set()
+    assert set(adapted.model.rounded) == {"mlp/up", "mlp/down"} | bases
+    params = jax.device_get(gpt_params(adapted))
+    trained = []
+    for devices in 1, 4:
+        options = {"frozen": adapted.frozen, "min_shard_elements": 8}
+        opt = so.fsdp(TX, mesh_of(data=devices), adapted.model, **options)
+        state = opt.init(params)
+        program = so.audit(opt.step, state, BATCH)
+        for _ in range(2):
+            state, _ = opt.step(state, BATCH)
+        trained.append(jax.device_get(state.params))
+    gathered = sum(one.bytes for one in program.collectives if one.kind == "all-gather" and one.in_loop)
+    numbers = sum(leaf.size for leaf in jax.tree.leaves(host_params(gpt.init, CONFIG)["blocks"])) / CONFIG.num_layers
+    assert low_rank_products == (gathered < 2 * 1.5 * numbers)  # forwards and backwards, with scales and adapters
+    assert relative_difference(*map(factors, trained)) < 1e-3
+    assert relative_difference(factors(trained[0]), factors(params)) > 1e-3
+
+
 def test_low_rank_products_leave_out_the_gradients_of_weights(mesh_of):
     params, flops = host_params(gpt.init, CONFIG), {}
     models = {"full": (gpt.model(CONFIG), {}, params)}

@@ -321,6 +321,28 @@ def test_what_is_refused():
         check_precision("GPTConfig", "int4")
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_the_gradient_of_a_product_is_not_differentiated(precision):
+    """jax would differentiate roundings and scales, and the weight would have a wrong gradient, or none."""
+    x, w, router = jnp.ones((1, 4, 8)), jnp.ones((2, 8, 8)), jnp.ones((8, 2))
+    experts = lambda w, x: so.nn.mixture_of_experts({"up": w, "down": w}, x, router, top_k=1, precision=precision)[0]  # noqa: E731
+    product = lambda w, x: so.nn.quantized_einsum("btd,edf->btef", x, w, precision=precision)  # noqa: E731
+    looped = lambda w, x: jax.lax.scan(lambda x, w: (product(w[None], x)[:, :, 0], None), x, w)[0]  # noqa: E731
+    for run in product, experts, jax.jit(product), jax.checkpoint(product), looped:
+        force = lambda w, x, run=run: jax.grad(lambda x: jnp.sum(jnp.cos(run(w, x))))(x)  # noqa: E731
+        assert force(w, x).shape == x.shape
+        penalty = lambda w, force=force: jnp.sum(force(w, x) ** 2)  # noqa: E731
+        with pytest.raises(
+            TypeError, match=r"^quantized_einsum: the gradient of a product in 8 bits was differentiated"
+        ):
+            jax.grad(penalty)(w)
+    block = lambda w, x: x - jax.grad(lambda x: jnp.sum(jnp.cos(product(w["w"][None], x))))(x)  # noqa: E731
+    model = so.BlockModel(lambda _, x: x, block, lambda _, x, __: jnp.mean(x**2), rounded={})
+    with pytest.raises(TypeError, match="was differentiated"):
+        jax.grad(model.loss_fn)({"blocks": {"w": w}}, x)
+
+
 @jax.custom_vjp
 def in_8_bits(x, w):
     """A user's own product: jax.checkpoint makes NaN of numbers of float8_e4m3fn above 240."""

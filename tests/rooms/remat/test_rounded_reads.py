@@ -62,6 +62,8 @@ OTHERS = {
     "select_n": lambda x, w: changed(lambda leaf: jnp.where(w["switch"] > 0, leaf, leaf))(x, w),
     "while": reversed_in_a_loop,
     "square": lambda x, w: product(x, w) / (1 + optax.tree.norm(w)),
+    "convert_element_type": changed(lambda leaf: leaf.astype(jnp.float16).astype(leaf.dtype)),
+    "the block, which made other arrays for it": changed(lambda leaf: jnp.full_like(leaf, 2)),
     "reduce_sum": lambda x, w: product(x, w) + sum(jnp.sum(leaf) for leaf in jax.tree.leaves(w)),
 }
 
@@ -104,3 +106,24 @@ def test_a_cast_that_the_rounding_names_must_happen():
     for block in (product, lambda x, w: product(x, {"w": w["w"].astype(jnp.float32)})):
         with pytest.raises(TypeError, match=r"was rounded in bfloat16, and the block did not cast it to that"):
             trained(block, {"w": Rounding("int8", dtype=jnp.bfloat16)})
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda w: w.T,
+        lambda w: w.sum(),
+        lambda w: w**2,
+        lambda w: 2 * w,
+        lambda w: -w,
+        lambda w: w[0],
+        lambda w: np.ones((8, 8)) @ w,
+        jnp.asarray,
+    ],
+    ids=["attribute", "method", "power", "number", "negative", "index", "numpy", "jax.numpy"],
+)
+def test_a_read_as_an_array_is_told_the_remedy(read):
+    message = r"was used as an array.*\nFix: multiply it by so\.nn\.quantized_einsum alone, or take its name out"
+    with pytest.raises((TypeError, AttributeError), match=message):
+        trained(lambda x, w: product(x, w) * jnp.mean(read(w["w"])), {"w": Rounding("int8")})

@@ -1,0 +1,64 @@
+"""`StandIn`: what a model gets in place of an array that it does not have whole, and that one function alone reads."""
+
+from typing import Any, ClassVar, Never
+
+import jax
+
+from shardopt.core._errors import format_error
+
+_OPERATORS = [
+    "abs",
+    "add",
+    "getitem",
+    "matmul",
+    "mul",
+    "neg",
+    "pow",
+    "radd",
+    "rmatmul",
+    "rmul",
+    "rpow",
+    "rsub",
+    "rtruediv",
+    "sub",
+    "truediv",
+]
+
+
+class StandIn:
+    """An object in place of an array. Whatever would read it as an array is refused, with the remedy.
+
+    Attributes:
+      caller: the function that reads it.
+      problem: what it is, in a sentence.
+      fix: how to read it.
+    """
+
+    caller: ClassVar[str]
+    problem: ClassVar[str]
+    fix: ClassVar[str]
+
+    def _refuse(self, *_: object) -> Never:
+        """Refuse to be an array.
+
+        Raises:
+          TypeError: always.
+        """
+        raise TypeError(format_error(self.caller, self.problem, fix=self.fix))
+
+    __jax_array__ = _refuse
+    __array_ufunc__ = None  # numpy leaves operators to this class
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse to have what an array has, such as `T` and `reshape`.
+
+        Raises:
+          AttributeError: always.
+        """
+        is_of_arrays = not name.startswith("__") and hasattr(jax.Array, name)
+        reason = format_error(self.caller, self.problem, fix=self.fix) if is_of_arrays else f"no attribute {name!r}"
+        raise AttributeError(reason)
+
+
+for _operator in _OPERATORS:
+    setattr(StandIn, f"__{_operator}__", StandIn._refuse)
