@@ -210,7 +210,7 @@ def test_weights_of_products_in_8_bits_are_still_gathered_in_8_bits(low_rank_pro
         rank=2,
         targets=["attention/(qkv|out)$"],
         low_rank_products=low_rank_products,
-        matrices=gpt.matrices(config),
+        matrices=gpt.matrices,
     )
     bases = {"attention/qkv/base", "attention/out/base"} if low_rank_products else set()
     assert set(adapted.model.rounded) == {"mlp/up", "mlp/down"} | bases
