@@ -16,6 +16,7 @@ there again and compiles none. WORDS choose rows by parts of their names; withou
 """
 
 import argparse
+import functools
 import gzip
 import importlib.metadata
 import json
@@ -241,23 +242,46 @@ def model_of(row: Row, choice: Choice) -> tuple[Any, Any]:
 
     remat = REMAT[choice.remat].shardopt
     chunk = row.length // choice.tiles if choice.tiles > 1 else None
-    logits = {"logits_dtype": jnp.bfloat16}  # as MaxText's: logits_dot_in_fp32=false
+    logits_dtype = jnp.bfloat16  # as MaxText's: logits_dot_in_fp32=false
     if row.model.startswith("llama3"):
         shape = dataclasses.replace(find_model(row.model), length=row.length)
-        options = {"chunk": chunk, "sequence_parallel": row.tensor > 1} | logits
+        options = {"chunk": chunk, "logits_dtype": logits_dtype, "sequence_parallel": row.tensor > 1}
         return transformer.model(shape, remat=remat, **options), shape.abstract_params()
+    config_of = functools.partial(
+        decoder.DecoderConfig, dtype=jnp.bfloat16, logits_dtype=logits_dtype, loss_chunk=chunk, fused="kv"
+    )
     if row.model == "qwen3-8b":  # huggingface.co/Qwen/Qwen3-8B, config.json
-        sizes = {"vocab_size": 151_936, "dim": 4096, "num_layers": 36, "hidden": 12_288, "head_dim": 128}
-        heads = {"num_heads": 32, "num_kv_heads": 8, "qk_norm": "head", "kinds": (BlockKind(rope=Rope(base=1e6)),)}
+        config = config_of(
+            vocab_size=151_936,
+            dim=4096,
+            num_layers=36,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            hidden=12_288,
+            kinds=(BlockKind(rope=Rope(base=1e6)),),
+            qk_norm="head",
+        )
     else:
         assert row.model == "gemma2-2b"  # huggingface.co/google/gemma-2-2b, config.json; the vocabulary is MaxText's
-        sizes = {"vocab_size": 256_128, "dim": 2304, "num_layers": 26, "hidden": 9216, "head_dim": 256}
-        sizes |= {"norm": "rms_plus_one", "post_norms": True, "activation": "gelu_tanh", "tied": True}
-        sizes |= {"embedding_scale": 2304**0.5, "logits_softcap": 30.0}
-        heads = {"num_heads": 8, "num_kv_heads": 4, "attention_softcap": 50.0}
-        heads |= {"kinds": (BlockKind(window=4096), BlockKind()), "pattern": (0, 1) * 13}
-    numbers = {"dtype": jnp.bfloat16, "loss_chunk": chunk, "fused": "kv"} | logits
-    config = decoder.DecoderConfig(**sizes, **heads, **numbers)
+        config = config_of(
+            vocab_size=256_128,
+            dim=2304,
+            num_layers=26,
+            num_heads=8,
+            num_kv_heads=4,
+            head_dim=256,
+            hidden=9216,
+            kinds=(BlockKind(window=4096), BlockKind()),
+            pattern=(0, 1) * 13,
+            norm="rms_plus_one",
+            post_norms=True,
+            activation="gelu_tanh",
+            tied=True,
+            attention_softcap=50.0,
+            logits_softcap=30.0,
+            embedding_scale=2304**0.5,
+        )
     return decoder.model(config, remat=remat), jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
 
 

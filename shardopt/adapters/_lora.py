@@ -348,10 +348,7 @@ def lora(
         check_matrices(matrices) or (),
         cast(Sequence[tuple[re.Pattern[str], PartitionSpec]], check_rules(rules)),
     )
-    has_float_base = low_rank_products and base == "float"
-    return dataclasses.replace(
-        adapted, model=_adapted_model(model, adapted.targets, low_rank_products, has_float_base=has_float_base)
-    )
+    return dataclasses.replace(adapted, model=_adapted_model(model, adapted.targets, base, low_rank_products))
 
 
 def _compiled(targets: Sequence[str | re.Pattern[str]]) -> tuple[re.Pattern[str], ...]:
@@ -363,24 +360,22 @@ def _compiled(targets: Sequence[str | re.Pattern[str]]) -> tuple[re.Pattern[str]
         raise ValueError(error_text(f"a target is not a regular expression: {error}.")) from error
 
 
-def _adapted_model(
-    model: LossFn, targets: tuple[re.Pattern[str], ...], low_rank_products: bool, *, has_float_base: bool
-) -> LossFn:
+def _adapted_model(model: LossFn, targets: tuple[re.Pattern[str], ...], base: Base, low_rank_products: bool) -> LossFn:
     block_model = as_block_model(model)
     if block_model is None:
         return _on_view(cast(Callable[..., Any], model), _merged_view)
     block_view = _low_rank_view if low_rank_products else _merged_view
     is_target = lambda path: any(target.search(path) for target in targets)  # noqa: E731
-    # the base of a product of low rank is still multiplied in 8 bits; a merged weight is rounded after it was merged
-    in_base = {name: f"{name}/base" if is_target(f"blocks/{name}") else name for name in block_model.rounded}
-    kept = [name for name in block_model.rounded if has_float_base or not is_target(f"blocks/{name}")]
+    rounded = {name: rounding for name, rounding in block_model.rounded.items() if not is_target(f"blocks/{name}")}
+    if low_rank_products and base == "float":  # a merged weight is rounded after it was merged
+        rounded |= {f"{name}/base": block_model.rounded[name] for name in block_model.rounded if name not in rounded}
     return BlockModel(
         embed=_on_view(block_model.embed, _merged_view),
         block=_on_view(block_model.block, block_view, needs_key=low_rank_products),
         loss=_on_view(block_model.loss, _merged_view),
         remat=block_model.remat,
         tables=tuple(table for table in block_model.tables if not is_target(table)),
-        rounded={in_base[name]: block_model.rounded[name] for name in kept},
+        rounded=rounded,
     )
 
 

@@ -1,28 +1,13 @@
-"""`StandIn`: what a model gets in place of an array that it does not have whole, and that one function alone reads."""
+"""`StandIn`: an object in place of an array that a model does not have whole; one function alone reads it."""
 
 from typing import Any, ClassVar, Never
 
 import jax
 
 from shardopt.core._errors import format_error
+from shardopt.trace._primitives import words
 
-_OPERATORS = [
-    "abs",
-    "add",
-    "getitem",
-    "matmul",
-    "mul",
-    "neg",
-    "pow",
-    "radd",
-    "rmatmul",
-    "rmul",
-    "rpow",
-    "rsub",
-    "rtruediv",
-    "sub",
-    "truediv",
-]
+_OPERATORS = words("abs add getitem matmul mul neg pow radd rmatmul rmul rpow rsub rtruediv sub truediv")
 
 
 class StandIn:
@@ -30,8 +15,8 @@ class StandIn:
 
     Attributes:
       caller: the function that reads it.
-      problem: what it is, in a sentence.
-      fix: how to read it.
+      problem: a sentence that says what the object is.
+      fix: the right way to read it.
     """
 
     caller: ClassVar[str]
@@ -50,7 +35,7 @@ class StandIn:
     __array_ufunc__ = None  # numpy leaves operators to this class
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse to have what an array has, such as `T` and `reshape`.
+        """Refuse the attributes of arrays, such as `T` and `reshape`.
 
         Raises:
           AttributeError: always.

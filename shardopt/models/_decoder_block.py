@@ -299,17 +299,18 @@ def _attention(
     else:
         query, key, value = _qkv(config, weights, inputs)
         in_one_pass = cache is None and _rotates_in_one_pass(config, query, key)
+        is_normed_first = config.qk_norm in ("head", "all")
         # heads are kept before a norm, whose gradient would need the products again, and before the pass of a kernel
-        if config.qk_norm in ("head", "all") or in_one_pass:
+        if is_normed_first or in_one_pass:
             query, key, value = keep((query, key, value))
-        if config.qk_norm in ("head", "all"):
+        if is_normed_first:
             query, key = _norm_heads(config, weights, query, key)
         if in_one_pass:  # it multiplies queries by the factor of scores as well
             query = rotate(query, factor_of_scores(scale, config.head_width))
             key, scale = rotate(key), 1.0
         else:
             query, key = rotate(query), rotate(key)
-            if config.qk_norm not in ("head", "all"):
+            if not is_normed_first:
                 query, key, value = keep((query, key, value))
             if config.qk_norm == "rotated_head":
                 query, key = _norm_heads(config, weights, query, key)

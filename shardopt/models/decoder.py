@@ -209,8 +209,8 @@ def model(config: DecoderConfig, *, remat: Remat = None) -> BlockModel:
       config: the description of the model.
       remat: what the backward pass recomputes, as in `BlockModel`. With T tokens, blocks name these values:
 
-        - "qkv", queries, keys and values: [3 T D] for a GPT. Queries and keys are not yet normed, and are rotated unless a norm
-          or a kernel for TPU comes before;
+        - "qkv", queries, keys and values: [3 T D] for a GPT. Queries and keys are rotated, unless a norm of heads comes before
+          the rotation or a kernel for TPU rotates them. No norm of heads is in them;
         - "attention" [T D], the output of attention;
         - "attention_out" [T D], the block's input plus attention's branch. With post norms it is the branch's last product;
         - "mlp_hidden", the first products of the mlp: [2 T F] with a gate. The backward pass does not need the last product;

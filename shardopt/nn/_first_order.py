@@ -18,8 +18,8 @@ def first_order(function: Callable[..., Results], num_static: int = 1) -> Callab
     jax does it for a gradient of a gradient. It would differentiate roundings and scales, and return wrong numbers or zeros.
 
     Args:
-      function: the function; arrays come last.
-      num_static: how many of its arguments are no arrays.
+      function: a function whose last arguments are pytrees of arrays.
+      num_static: how many arguments come before them.
     """
 
     @functools.wraps(function)

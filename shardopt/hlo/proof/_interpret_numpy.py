@@ -47,7 +47,7 @@ _SHORT_FLOAT = re.compile(r"\b(?:bf16|f16|f32)(?=\[)")
 
 
 def widened(line: Line) -> Line:
-    """Return the line with floats of 64 bits in place of shorter ones, but those of 8 bits: programs mean their rounding."""
+    """Return the line with floats of 64 bits in place of 16 and 32. Floats of 8 bits stay: the program means their rounding."""
     shapes = tuple(_SHORT_FLOAT.sub("f64", shape) for shape in line.operand_shapes)
     opcode = "copy" if line.opcode == "reduce-precision" else line.opcode
     return line._replace(opcode=opcode, shape=_SHORT_FLOAT.sub("f64", line.shape), operand_shapes=shapes)

@@ -127,3 +127,11 @@ def test_a_read_as_an_array_is_told_the_remedy(read):
     message = r"was used as an array.*\nFix: multiply it by so\.nn\.quantized_einsum alone, or take its name out"
     with pytest.raises((TypeError, AttributeError), match=message):
         trained(lambda x, w: product(x, w) * jnp.mean(read(w["w"])), {"w": Rounding("int8")})
+
+
+@pytest.mark.fast
+def test_a_gradient_inside_of_a_block_is_refused():
+    """No product reads the arrays that have the gradient of a rounded weight, so the weight would have no gradient."""
+    force = lambda x, w: -jax.grad(lambda x: jnp.sum(jnp.cos(product(x, w))))(jax.lax.stop_gradient(x))  # noqa: E731
+    with pytest.raises(TypeError, match=r"^quantized_einsum: the gradient of a product in 8 bits was differentiated"):
+        trained(force, {"w": Rounding("int8")}, separable=True)
